@@ -1,0 +1,72 @@
+"""Every error that Moshpit raises, in one tree.
+
+The first question about a failure is whose it is. `RemoteError` names the peer that broke
+a rule and says which; `LocalError` is about this process, its arguments or its machine.
+The messages say what happened, to which peer, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class MoshpitError(Exception):
+    """The root of all errors that Moshpit raises."""
+
+
+class LocalError(MoshpitError):
+    """Something about this process: its arguments, its files, its machine, its state."""
+
+
+class RemoteError(MoshpitError):
+    """Another peer broke a rule of the protocol.
+
+    Attributes:
+        peer: who did it, in the short form that logs use, or the address if nothing
+            better is known yet.
+        reason: a short, stable code such as ``"non-finite"``; tests and metrics use it.
+    """
+
+    def __init__(self, peer: str, reason: str, detail: str = "") -> None:
+        self.peer = peer
+        self.reason = reason
+        self.detail = detail
+        super().__init__(f"peer {peer}: {reason}" + (f": {detail}" if detail else ""))
+
+
+class TicketError(LocalError):
+    """A ticket that cannot be used: cut, altered, expired, or of another version."""
+
+
+class ConfigError(LocalError):
+    """An argument or setting that makes no sense, with the values that would."""
+
+
+class ClosedError(LocalError):
+    """The swarm was closed; nothing can be asked of it any more."""
+
+
+class LayoutError(LocalError):
+    """Tensors that do not match what this swarm averages (shapes, dtypes, count)."""
+
+
+class BackpressureError(LocalError):
+    """A send queue is full; the caller must wait until the link drains."""
+
+
+class AdmissionError(RemoteError):
+    """A peer without a valid admission to this run, or one that could not prove its key."""
+
+
+class HandshakeError(RemoteError):
+    """The handshake broke a rule: swapped certificate, replay, wrong version, time-out."""
+
+
+class WireError(RemoteError):
+    """Bytes that are not a message of this protocol: too long, cut, wrong type."""
+
+
+class SealError(RemoteError):
+    """A bulk chunk failed its tag: altered, reordered, replayed or cut on the way."""
+
+
+class UnreachableError(RemoteError):
+    """A peer could not be dialled, or its connection was lost and did not come back."""

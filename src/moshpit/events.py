@@ -1,0 +1,102 @@
+"""What happened, as data: the reports and notices that people, logs and tests read.
+
+Machines emit these; nothing in Moshpit reacts to them.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from moshpit.types import GroupId, PeerId
+
+
+class Outcome(StrEnum):
+    """How a round ended, judged by the bytes and nothing else."""
+
+    COMPLETE = "complete"
+    """Every chunk is the mean over every member that had something to give."""
+    PARTIAL = "partial"
+    """Some contribution is missing from some mean, or some chunk kept its local value."""
+    FAILED = "failed"
+    """No chunk was averaged with anybody else's contribution."""
+
+
+class Blame(msgspec.Struct, frozen=True):
+    """A peer that was refused something, and why (invariant S4)."""
+
+    peer: PeerId
+    reason: str
+    detail: str = ""
+
+
+class RoundReport(msgspec.Struct, frozen=True):
+    """What one group all-reduce really did at this peer.
+
+    Attributes:
+        epoch, axis: which round this was.
+        group: the group's id; empty where no group was formed.
+        peers: the members by seat.
+        seat: this peer's seat.
+        outcome: see `Outcome`.
+        ledger: for each chunk, the bit mask of the seats whose contributions are in
+            this peer's value (its own bit only, where it kept its local value).
+        masses: for each chunk, the mass behind this peer's value.
+        missing: the chunks that kept their local value.
+        attempts: for each chunk, how many reducers before the one that made the result
+            were given up; together with the reducer it names the result.
+        blames: who was refused or left out, and why.
+        meeting_s: seconds from asking for a group to having one.
+        moving_s: seconds from having a group to having every chunk.
+        bytes_sent, bytes_received: payload bytes of chunks.
+    """
+
+    epoch: int
+    axis: int
+    group: GroupId
+    peers: tuple[PeerId, ...]
+    seat: int
+    outcome: Outcome
+    ledger: tuple[int, ...]
+    masses: tuple[float, ...]
+    missing: tuple[int, ...]
+    attempts: tuple[int, ...]
+    blames: tuple[Blame, ...] = ()
+    meeting_s: float = 0.0
+    moving_s: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    def contributors(self) -> tuple[PeerId, ...]:
+        """Return the members that are in every averaged chunk of this round."""
+        common = -1
+        for chunk, mask in enumerate(self.ledger):
+            if chunk not in self.missing:
+                common &= mask
+        return tuple(p for i, p in enumerate(self.peers) if common >> i & 1)
+
+
+class EpochReport(msgspec.Struct, frozen=True):
+    """What one epoch's averaging (all its rounds) did at this peer."""
+
+    epoch: int
+    rounds: tuple[RoundReport, ...]
+    seconds: float
+    stale: bool = False
+    """The swarm had moved on; this peer's contribution came too late and was not used."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """The worst outcome of the rounds; complete if this peer was alone."""
+        order = (Outcome.FAILED, Outcome.PARTIAL, Outcome.COMPLETE)
+        worst = min((order.index(r.outcome) for r in self.rounds), default=2)
+        return order[worst]
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """One line of a peer's log: a stable code, who it is about, and words."""
+
+    code: str
+    peer: PeerId | None = None
+    detail: str = ""

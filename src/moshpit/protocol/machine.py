@@ -1,0 +1,319 @@
+"""The contract of every protocol machine: events in, effects out, time as an argument.
+
+A machine is a plain object with ``handle(event, now) -> list[Effect]`` and an attribute
+``wakeup``: the time at which it wants a `Tick` even if nothing else happens (None: never).
+``now`` is seconds on a clock that never jumps back; machines compare its values and never
+read a clock. Randomness comes from the generator given to the constructor. Ids are never
+iterated in set order, so that the same seed gives the same trace.
+
+Nothing here touches tensors: payloads are named by (group, chunk), the driver owns the bytes.
+Both drivers, `moshpit.runtime` and `moshpit.sim`, execute the effects in order, before they
+hand in the next event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableSequence, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from moshpit.events import EpochReport, Notice, RoundReport
+from moshpit.types import GroupId, PeerId, RunId
+from moshpit.wire.framing import ChunkHeader
+from moshpit.wire.messages import AnyMessage, GroupFormed, Message, PeerRecord, Signed
+
+S = TypeVar("S", bound=Signed)
+
+
+class Rng(Protocol):
+    """The part of `random.Random` that machines use."""
+
+    def random(self) -> float: ...
+    def randrange(self, start: int, stop: int | None = None, step: int = 1, /) -> int: ...
+    def getrandbits(self, k: int, /) -> int: ...
+    def shuffle(self, x: MutableSequence[PeerId], /) -> None: ...
+
+
+class Signer(Protocol):
+    """Keys, as machines see them. The runtime gives Ed25519, the simulator a cheap stand-in."""
+
+    @property
+    def peer(self) -> PeerId:
+        """Whose key this is."""
+        ...
+
+    @property
+    def run(self) -> RunId:
+        """The run whose admissions count."""
+        ...
+
+    def sign(self, payload: bytes) -> bytes:
+        """Sign by this peer's key."""
+        ...
+
+    def verify(self, peer: bytes, payload: bytes, signature: bytes) -> bool:
+        """Whether ``peer`` signed the payload."""
+        ...
+
+    def admitted(self, record: PeerRecord) -> bool:
+        """Whether the record's admission chain leads from the run key to its peer and role."""
+        ...
+
+    def sign_message(self, message: S) -> S:
+        """Return the message with this peer's signature in it."""
+        ...
+
+    def verify_message(self, message: Signed, signer: bytes) -> bool:
+        """Whether ``signer`` signed this message."""
+        ...
+
+
+class _Data(msgspec.Struct, frozen=True):
+    """Plain frozen data; compared by value, so that tests compare whole lists."""
+
+
+# --- events: what the driver tells a machine ----------------------------------------------
+
+
+class Tick(_Data, frozen=True):
+    """Time has passed, at least to ``wakeup``."""
+
+
+class LinkUp(_Data, frozen=True):
+    """A proved control connection to a peer exists now."""
+
+    peer: PeerId
+
+
+class LinkDown(_Data, frozen=True):
+    """The connection to a peer is gone and dialling again did not bring it back.
+
+    ``refused`` is True where its machine answered that nobody listens: the process is gone.
+    Also the answer to a `Send` that could not be delivered.
+    """
+
+    peer: PeerId
+    refused: bool
+    detail: str
+
+
+class Received(_Data, frozen=True):
+    """A control message from a proved peer."""
+
+    peer: PeerId
+    message: AnyMessage
+
+
+class ChunkArrived(_Data, frozen=True):
+    """A chunk's payload lies in the driver's buffer and waits for a decision.
+
+    The effects of handling this event say what becomes of it: `Accumulate`, `TakeResult`,
+    or nothing (dropped). ``fault`` is empty, or why the driver found the payload unusable:
+    ``"non-finite"``, ``"wrong-size"``, ``"undecodable"``.
+    """
+
+    peer: PeerId
+    header: ChunkHeader
+    fault: str
+
+
+class BeginAveraging(_Data, frozen=True):
+    """The peer's vector is snapshotted: average it now.
+
+    ``weight`` is the mass of the peer's own value (samples); 0 only takes the mean.
+    """
+
+    weight: float
+    schema: bytes
+    chunks: int
+    vector_bytes: int
+
+
+class LocalProgress(_Data, frozen=True):
+    """The peer's own training: samples in this epoch so far, per second, seconds per step."""
+
+    samples: float
+    rate: float
+    step_s: float
+
+
+class Leave(_Data, frozen=True):
+    """The user wants out."""
+
+
+Event = Tick | LinkUp | LinkDown | Received | ChunkArrived | BeginAveraging | LocalProgress | Leave
+
+# --- effects: what a machine wants done ---------------------------------------------------
+
+
+class Send(_Data, frozen=True):
+    """Send a control message; dial if there is no connection; `LinkDown` if it cannot be."""
+
+    peer: PeerId
+    message: Message
+
+
+class Emit(_Data, frozen=True):
+    """Tell people."""
+
+    notice: Notice
+
+
+class GroupReady(_Data, frozen=True):
+    """A group exists: make room for its round. Precedes every payload effect of the group."""
+
+    formed: GroupFormed
+    seat: int
+
+
+class SeekFailed(_Data, frozen=True):
+    """No group could be had under this key (matchmaking to node; the driver ignores it)."""
+
+    reason: str
+    epoch: int
+    """The epoch that the swarm is at, as far as the refuser knew."""
+
+
+class SendContribution(_Data, frozen=True):
+    """Send the round's local value of a chunk to the peer that reduces it."""
+
+    peer: PeerId
+    group: GroupId
+    chunk: int
+    ballot: int
+    mass: float
+
+
+class Accumulate(_Data, frozen=True):
+    """Add the payload that just arrived to the chunk's sum, times mass."""
+
+    group: GroupId
+    chunk: int
+    mass: float
+
+
+class AccumulateOwn(_Data, frozen=True):
+    """Add this peer's own local value of the chunk to its sum, times mass."""
+
+    group: GroupId
+    chunk: int
+    mass: float
+
+
+class ResetSum(_Data, frozen=True):
+    """Forget the chunk's sum; a part was taken over or given up."""
+
+    group: GroupId
+    chunk: int
+
+
+class Finalize(_Data, frozen=True):
+    """Divide the chunk's sum by the mass, encode, keep the decoded result as this peer's."""
+
+    group: GroupId
+    chunk: int
+    ballot: int
+    mass: float
+    seats: int
+
+
+class SendResult(_Data, frozen=True):
+    """Send the result of a chunk, as it was encoded once by its reducer, to a groupmate."""
+
+    peer: PeerId
+    group: GroupId
+    chunk: int
+    ballot: int
+    mass: float
+    seats: int
+
+
+class TakeResult(_Data, frozen=True):
+    """The payload that just arrived is the chunk's result: keep it as this peer's."""
+
+    group: GroupId
+    chunk: int
+
+
+class CancelSends(_Data, frozen=True):
+    """Forget what is queued for this peer in this round and not yet on the wire."""
+
+    peer: PeerId
+    group: GroupId
+
+
+class RoundEnded(_Data, frozen=True):
+    """The round is over for this peer; chunks in ``report.missing`` keep the local value.
+
+    The result can be used now, but must stay readable until `CloseRound`: groupmates may
+    still want it.
+    """
+
+    report: RoundReport
+
+
+class CloseRound(_Data, frozen=True):
+    """Nobody needs this round any more; free what it holds."""
+
+    group: GroupId
+
+
+class AveragingDue(_Data, frozen=True):
+    """The swarm's target is met, or groupmates call: snapshot and hand in `BeginAveraging`."""
+
+    epoch: int
+
+
+class AveragingEnded(_Data, frozen=True):
+    """The epoch's averaging is over; the peer works on ``next_epoch`` now."""
+
+    report: EpochReport
+    next_epoch: int
+
+
+Effect = (
+    Send | Emit | GroupReady | SeekFailed | SendContribution | Accumulate | AccumulateOwn
+    | ResetSum | Finalize | SendResult | TakeResult | CancelSends | RoundEnded | CloseRound
+    | AveragingDue | AveragingEnded
+)  # fmt: skip
+
+
+class Machine(Protocol):
+    """What every machine of the protocol offers its driver."""
+
+    @property
+    def wakeup(self) -> float | None:
+        """When a `Tick` is due."""
+        ...
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event; return what is to be done, in order."""
+        ...
+
+
+class View(Protocol):
+    """The picture of the swarm that membership keeps and the other machines read."""
+
+    @property
+    def me(self) -> PeerRecord:
+        """This peer's own record."""
+        ...
+
+    @property
+    def live(self) -> Sequence[PeerId]:
+        """All peers believed alive, this one included, sorted by id."""
+        ...
+
+    def record(self, peer: bytes) -> PeerRecord | None:
+        """What is known of a peer, alive or not."""
+        ...
+
+    def reachable(self, peer: bytes) -> bool:
+        """Believed alive, and not known to be cut off from this peer right now."""
+        ...
+
+    @property
+    def generation(self) -> int:
+        """Rises whenever `live`, `reachable` or a record's role or schema changes."""
+        ...

@@ -1,0 +1,377 @@
+"""Every control message, as a schema. What does not fit the schema is refused.
+
+Messages travel as MessagePack arrays whose first item is the tag. They arrive over a
+connection whose peer is proved, so the sender is known; what is relayed on somebody else's
+behalf (records, joins, group announcements) carries that peer's own signature.
+
+Sets of chunks or seats travel as little-endian bit masks in bytes (`pack_mask`).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """The base of everything that travels on a control connection after the handshake."""
+
+
+# --- identity -----------------------------------------------------------------------------
+
+
+class Admission(msgspec.Struct, frozen=True, array_like=True):
+    """The chain by which a peer may take part: run key → invite → peer (design §4)."""
+
+    invite: bytes
+    """The invite's public key, 32 bytes."""
+    roles: tuple[str, ...]
+    """The roles that the invite allows."""
+    expires_at: int
+    """Unix seconds after which the invite admits nobody new; 0 is never."""
+    invite_signature: bytes
+    """The run key's signature over the invite (64 bytes)."""
+    peer_signature: bytes
+    """The invite key's signature over the peer's id (64 bytes)."""
+
+
+# --- membership ---------------------------------------------------------------------------
+
+
+class PeerRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What a peer says of itself. Signed by it; nobody else can alter it.
+
+    The newer of two records of a peer is the one with the higher (incarnation, version).
+    """
+
+    peer: bytes
+    incarnation: int
+    """Rises when the peer starts anew, or refutes a suspicion."""
+    version: int
+    """Rises with every change within one incarnation."""
+    role: str
+    addresses: tuple[tuple[str, int], ...]
+    """Where it can be dialled, the best first. Empty for clients."""
+    via: tuple[bytes, ...]
+    """For clients: the peers that it keeps connections to, through which to probe it."""
+    up: float
+    """Bytes per second it can send; 0 is unknown."""
+    down: float
+    """Bytes per second it can receive; 0 is unknown."""
+    schema: bytes
+    """Hash (8 bytes) of the names, shapes and dtypes that it averages; empty: none yet."""
+    epoch: int
+    """The epoch that it is working on."""
+    samples: float
+    """Samples it has processed in this epoch."""
+    rate: float
+    """Samples per second."""
+    group_key: tuple[int, ...]
+    """Its grid coordinates, for display."""
+    step_s: float
+    """Seconds that one local step takes; 0 is unknown. How soon it can answer a call."""
+    left: bool
+    """It has left on purpose."""
+    admission: Admission
+    signature: bytes = b""
+
+
+class Suspicion(msgspec.Struct, frozen=True, array_like=True):
+    """A rumour that a peer does not answer (``dead`` False) or is dead (True)."""
+
+    peer: bytes
+    incarnation: int
+    dead: bool
+    by: bytes
+
+
+class Gossip(msgspec.Struct, frozen=True, array_like=True):
+    """News that rides on other messages."""
+
+    records: tuple[PeerRecord, ...] = ()
+    suspicions: tuple[Suspicion, ...] = ()
+
+
+NO_GOSSIP = Gossip()
+
+
+class Ping(Message, tag=1):
+    """Are you there? Answered by `Ack` with the same number."""
+
+    seq: int
+    gossip: Gossip = NO_GOSSIP
+
+
+class Ack(Message, tag=2):
+    """I am (or: the peer that you asked me to probe is)."""
+
+    seq: int
+    gossip: Gossip = NO_GOSSIP
+
+
+class PingReq(Message, tag=3):
+    """Please probe ``target`` for me; answer with `Ack` of this number if it answers."""
+
+    seq: int
+    target: bytes
+    gossip: Gossip = NO_GOSSIP
+
+
+class News(Message, tag=4):
+    """News worth a message of its own."""
+
+    gossip: Gossip
+
+
+class Digest(Message, tag=5):
+    """A summary of my view in buckets; the receiver answers with `Difference`s."""
+
+    buckets: tuple[bytes, ...]
+    """For each bucket of peer ids, a hash of its (peer, incarnation, version) triples."""
+
+
+class Difference(Message, tag=6):
+    """Records in buckets whose hashes differed; ``reply`` asks for the other's in turn."""
+
+    gossip: Gossip
+    reply: tuple[int, ...] = ()
+    """Buckets whose contents the sender wants back."""
+
+
+class ViewAsk(Message, tag=7):
+    """Send me all records that you have (`moshpit peers`); answered by `Difference`s."""
+
+
+class Goodbye(Message, tag=8):
+    """I am leaving on purpose; do not wait for me."""
+
+    record: PeerRecord
+
+
+# --- matchmaking --------------------------------------------------------------------------
+
+
+class GroupKey(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Who should meet: an epoch, a grid axis, and the coordinates on the other axes."""
+
+    epoch: int
+    axis: int
+    path: tuple[int, ...]
+
+
+class Join(Message, tag=10):
+    """I want to be in the group of this key. Signed: the host shows it to the others."""
+
+    peer: bytes
+    key: GroupKey
+    nonce: int
+    """Rises with every join of this peer; an old join cannot be used again."""
+    role: str
+    schema: bytes
+    vector_chunks: int
+    """How many chunks the vector has; must be the same for all."""
+    bandwidth: float
+    """min(up, down) in bytes per second; 0 is unknown."""
+    weighs: bool
+    """Whether it has something to contribute (False: weight 0, it only takes the mean)."""
+    origin: bytes
+    """The group whose mean it brings; empty on the first axis."""
+    signature: bytes = b""
+
+
+class JoinAck(Message, tag=11):
+    """I am the host for this key and have your join; silence later means I am gone."""
+
+    key: GroupKey
+    nonce: int
+
+
+class JoinRefused(Message, tag=12):
+    """I cannot take your join. ``reason``: schema, stale, full, not-admitted, ...
+
+    ``epoch`` is the epoch that the refuser knows the swarm to be at.
+    """
+
+    key: GroupKey
+    nonce: int
+    reason: str
+    detail: str
+    epoch: int
+
+
+class Redirect(Message, tag=13):
+    """I am not the host for this key; these peers come first in my view."""
+
+    key: GroupKey
+    nonce: int
+    hosts: tuple[bytes, ...]
+
+
+class Unjoin(Message, tag=14):
+    """I no longer wait at you for this key."""
+
+    key: GroupKey
+
+
+class Call(Message, tag=15):
+    """A group is assembling under this key and I expect you. Answered by `CallReply`."""
+
+    key: GroupKey
+
+
+class CallReply(Message, tag=16):
+    """I will come in about ``ready_s`` seconds (negative: cannot say), or not at all."""
+
+    key: GroupKey
+    coming: bool
+    ready_s: float
+
+
+class GroupFormed(Message, tag=17):
+    """The group: its joins in the order of the seats, and who reduces what.
+
+    Signed by the host, so that members can pass it on when the host dies.
+    """
+
+    group: bytes
+    host: bytes
+    key: GroupKey
+    joins: tuple[Join, ...]
+    bounds: tuple[int, ...]
+    """Part j is the chunks from bounds[j] up to bounds[j+1]; M+1 numbers."""
+    next_path: tuple[tuple[int, ...], ...]
+    """For each seat, the path of the next axis' key; empty tuples after the last axis."""
+    deadline_s: float
+    """How long the round may last at most, in each member's own time."""
+    signature: bytes = b""
+
+
+# --- group all-reduce ---------------------------------------------------------------------
+
+
+class Beat(Message, tag=20):
+    """I am in this round and alive. The first one is the permission to send me chunks."""
+
+    group: bytes
+
+
+class GroupAsk(Message, tag=21):
+    """You speak of a group that I have not been told of; answer with its `GroupFormed`."""
+
+    group: bytes
+
+
+class Takeover(Message, tag=22):
+    """I take over this part; ballot n means seat (part + n) mod M reduces it.
+
+    Whoever answers promises to take no result of a lower ballot for it any more.
+    """
+
+    group: bytes
+    part: int
+    ballot: int
+
+
+class Held(Message, tag=23):
+    """My answer to `Takeover`: the chunks of the vector whose results I have."""
+
+    group: bytes
+    part: int
+    ballot: int
+    chunks: bytes
+
+
+class Redo(Message, tag=24):
+    """Nobody has these chunks of the part; send me your contributions for them again."""
+
+    group: bytes
+    part: int
+    ballot: int
+    chunks: bytes
+
+
+class Want(Message, tag=25):
+    """Please send me the results of these chunks, if you have them."""
+
+    group: bytes
+    chunks: bytes
+
+
+class MemberDone(Message, tag=26):
+    """I have every result of this round."""
+
+    group: bytes
+
+
+class RoundOver(Message, tag=27):
+    """I have nothing (more) to do with this round; the swarm is at ``epoch``."""
+
+    group: bytes
+    epoch: int
+
+
+class Refusal(Message, tag=28):
+    """I refused something of yours in this round, and why."""
+
+    group: bytes
+    reason: str
+    detail: str
+
+
+class BulkOffer(Message, tag=30):
+    """Keys for a bulk connection that I am about to dial to you (design §4).
+
+    Handled by the transport, never seen by machines.
+    """
+
+    token: bytes
+    """32 random bytes that open the connection, once."""
+    key_out: bytes
+    """The key by which I seal what I send on it."""
+    key_in: bytes
+    """The key by which you seal what you send on it."""
+    sealed: bool
+
+
+AnyMessage = (
+    Ping | Ack | PingReq | News | Digest | Difference | ViewAsk | Goodbye
+    | Join | JoinAck | JoinRefused | Redirect | Unjoin | Call | CallReply | GroupFormed
+    | Beat | GroupAsk | Takeover | Held | Redo | Want | MemberDone | RoundOver | Refusal
+    | BulkOffer
+)  # fmt: skip
+
+Signed = PeerRecord | Join | GroupFormed
+
+
+class _Contexts:
+    by_type: ClassVar[dict[type, bytes]] = {
+        PeerRecord: b"moshpit/1 record",
+        Join: b"moshpit/1 join",
+        GroupFormed: b"moshpit/1 group",
+    }
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def signing_bytes(message: Signed) -> bytes:
+    """Return what a record, join or announcement is signed over: context and content."""
+    bare = msgspec.structs.replace(message, signature=b"")
+    return _Contexts.by_type[type(message)] + b"\0" + _encoder.encode(bare)
+
+
+def pack_mask(mask: int) -> bytes:
+    """Pack a set of small numbers, given as a bit mask, for the wire.
+
+    >>> unpack_mask(pack_mask(0b101))
+    5
+    """
+    return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
+
+
+def unpack_mask(data: bytes) -> int:
+    """The inverse of `pack_mask`."""
+    return int.from_bytes(data, "little")
