@@ -1,0 +1,1 @@
+"""Moshpit: train PyTorch models on many unreliable machines, without a master."""
