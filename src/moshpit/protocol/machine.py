@@ -128,6 +128,8 @@ class BeginAveraging(_Data, frozen=True):
     schema: bytes
     chunks: int
     vector_bytes: int
+    due_epoch: int | None = None
+    """The epoch of the `AveragingDue` that this answers; None: on the user's request."""
 
 
 class LocalProgress(_Data, frozen=True):

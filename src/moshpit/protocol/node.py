@@ -1,0 +1,519 @@
+"""The one machine that drivers hold: membership, progress, meeting and rounds of a peer.
+
+Theory of operation. A peer is *idle* (it trains), *due* (the driver was asked for a snapshot)
+or *averaging*: for each axis of the plan it seeks a group, runs the group's round, and takes
+the next path, which the group's host chose. The averaging always ends, with a report of what
+really happened, and the peer works on the next epoch.
+
+- What makes a peer due: the swarm's samples have reached the target, or a host has called.
+- A peer that sees the swarm at a later epoch goes there. If it missed more than one epoch, or
+  has never averaged while the swarm has, its own value is stale and weighs nothing the next
+  time: it takes the mean (design §4, "catches up").
+- Rounds that have ended stay for groupmates that lack results, until they close themselves.
+- *Own pauses.* When a handler is called long after its wake-up was due, this process did not
+  run (SIGSTOP, a laptop's lid, an overloaded machine). The parts see a clock without the gap,
+  so that a paused peer does not believe that everybody else fell silent.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import msgspec
+
+from moshpit.config import SwarmConfig
+from moshpit.events import Blame, EpochReport, Notice, Outcome, RoundReport
+from moshpit.protocol import grid
+from moshpit.protocol.allreduce import AllReduce
+from moshpit.protocol.machine import (
+    AveragingDue,
+    AveragingEnded,
+    BeginAveraging,
+    ChunkArrived,
+    Effect,
+    Emit,
+    Event,
+    GroupReady,
+    Leave,
+    LinkDown,
+    LinkUp,
+    LocalProgress,
+    Received,
+    Rng,
+    RoundEnded,
+    SeekFailed,
+    Send,
+    Signer,
+    Tick,
+    View,
+)
+from moshpit.protocol.matchmaking import JoinFields, Matchmaker
+from moshpit.protocol.membership import Membership
+from moshpit.protocol.progress import Progress
+from moshpit.types import NO_GROUP, GroupId, PeerId, Role, short
+from moshpit.wire.messages import (
+    Ack,
+    Beat,
+    Call,
+    CallReply,
+    Difference,
+    Digest,
+    Goodbye,
+    GroupAsk,
+    GroupFormed,
+    GroupKey,
+    Held,
+    Join,
+    JoinAck,
+    JoinRefused,
+    MemberDone,
+    News,
+    PeerRecord,
+    Ping,
+    PingReq,
+    Redirect,
+    Redo,
+    Refusal,
+    RoundOver,
+    Takeover,
+    Unjoin,
+    ViewAsk,
+    Want,
+)
+
+PAUSE_MIN_S = 0.4  # guess: a wake-up later than this is a pause of this process
+CLOSED_KEPT = 64  # guess: how many finished groups are remembered, to answer RoundOver
+STALE_EPOCHS = 2  # guess: missing so many epochs makes one's own value worthless
+PUBLISHERS = 64  # guess: how many peers of a large swarm publish a new epoch at once
+
+_MEMBERSHIP = (Ping, Ack, PingReq, News, Digest, Difference, ViewAsk, Goodbye)
+_MATCHMAKING = (Join, JoinAck, JoinRefused, Redirect, Unjoin, Call, CallReply, GroupFormed)
+_ROUND = (Beat, Takeover, Held, Redo, Want, MemberDone, RoundOver, Refusal)
+
+
+@dataclass(slots=True)
+class _Averaging:
+    """An epoch's averaging at this peer, from the snapshot to the report."""
+
+    request: BeginAveraging
+    began: float
+    masses: list[float]
+    axis: int = 0
+    origin: GroupId = NO_GROUP
+    sought: float = 0.0
+    meeting_s: float = 0.0
+    group: GroupId | None = None
+    path: tuple[int, ...] = ()
+    reports: list[RoundReport] = field(default_factory=list[RoundReport])
+
+
+@dataclass(slots=True)
+class _Round:
+    machine: AllReduce
+    formed: GroupFormed
+    seat: int
+
+
+class Node:
+    """All of a peer's protocol. Implements `moshpit.protocol.machine.Machine`.
+
+    Args:
+        signer: the peer's keys.
+        record: its own record, unsigned: role, addresses, bandwidth, admission.
+        config: settings.
+        rng: the only source of randomness.
+        now: the driver's clock, seconds.
+        target: samples per epoch of the whole swarm; 0: averaging begins only on request.
+    """
+
+    def __init__(
+        self,
+        signer: Signer,
+        record: PeerRecord,
+        config: SwarmConfig,
+        rng: Rng,
+        now: float,
+        target: float = 0.0,
+    ) -> None:
+        self._signer = signer
+        self._config = config
+        self._rng = rng
+        self._role = Role(record.role)
+        self._membership = Membership(signer, record, config.membership, rng, now)
+        self._progress = Progress(self._membership.view, config.progress, target, now)
+        self._matchmaker = Matchmaker(
+            signer, self._membership.view, config.matchmaking, config.round, rng
+        )
+        self._epoch = 0
+        self._averaged = False  # whether this peer has ever finished an averaging
+        self._missed = 0  # epochs skipped since the last averaging
+        self._due: int | None = None
+        self._averaging: _Averaging | None = None
+        self._latest_progress: LocalProgress | None = None
+        self._rounds: OrderedDict[GroupId, _Round] = OrderedDict()
+        self._closed: OrderedDict[GroupId, None] = OrderedDict()
+        self._generation = -1
+        self._skew = 0.0
+        self._wakeup: float | None = now
+
+    # --- what drivers read ----------------------------------------------------------------
+
+    @property
+    def view(self) -> View:
+        """The picture of the swarm."""
+        return self._membership.view
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this peer works on."""
+        return self._epoch
+
+    @property
+    def averaging(self) -> bool:
+        """Whether an averaging is under way."""
+        return self._averaging is not None
+
+    @property
+    def wakeup(self) -> float | None:
+        """When a `Tick` is due, on the driver's clock."""
+        return self._wakeup
+
+    def samples_estimate(self, now: float) -> float:
+        """The samples of the whole swarm in this epoch, as far as this peer can tell."""
+        return self._progress.estimate(now - self._skew)
+
+    # --- what drivers call ----------------------------------------------------------------
+
+    def attach(self, schema: bytes, target: float, now: float) -> list[Effect]:
+        """Say what this peer averages and how many samples an epoch has."""
+        now -= self._skew
+        self._progress.target = target
+        effects = self._membership.publish(now, schema=schema)
+        self._rest(effects, now)
+        return effects
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event; return what is to be done, in order."""
+        if self._wakeup is not None and now - self._wakeup > PAUSE_MIN_S:
+            self._skew += now - self._wakeup
+        now -= self._skew
+        effects: list[Effect] = []
+        match event:
+            case Received(peer=peer, message=message):
+                self._membership.heard(peer, now)
+                self._received(event, peer, message, effects, now)
+            case ChunkArrived():
+                self._chunk(event, effects, now)
+            case Tick():
+                self._tick(event, effects, now)
+            case LocalProgress():
+                self._local_progress(event, effects, now)
+            case BeginAveraging():
+                self._begin(event, effects, now)
+            case LinkUp():
+                effects += self._membership.handle(event, now)
+            case LinkDown():
+                effects += self._membership.handle(event, now)
+                self._absorb(self._matchmaker.handle(event, now), effects, now)
+                for group in list(self._rounds):
+                    self._run_round(group, event, effects, now)
+            case Leave():
+                self._matchmaker.declines = True
+                self._absorb(self._matchmaker.cancel(now), effects, now)
+                effects += self._membership.leave(now)
+        self._rest(effects, now)
+        return effects
+
+    # --- routing --------------------------------------------------------------------------
+
+    def _tick(self, event: Tick, effects: list[Effect], now: float) -> None:
+        if _past(self._membership.wakeup, now):
+            effects += self._membership.handle(event, now)
+        if _past(self._matchmaker.wakeup, now):
+            self._absorb(self._matchmaker.handle(event, now), effects, now)
+        for group in list(self._rounds):
+            running = self._rounds.get(group)
+            if running is not None and _past(running.machine.wakeup, now):
+                self._run_round(group, event, effects, now)
+        if self._latest_progress is not None and _past(self._progress.wakeup, now):
+            self._local_progress(self._latest_progress, effects, now)
+
+    def _received(
+        self, event: Received, peer: PeerId, message: object, effects: list[Effect], now: float
+    ) -> None:
+        if isinstance(message, _MEMBERSHIP):
+            effects += self._membership.handle(event, now)
+        elif isinstance(message, GroupFormed) and GroupId(message.group) in self._rounds:
+            return  # an announcement passed on by a groupmate; we have it
+        elif isinstance(message, _MATCHMAKING):
+            self._absorb(self._matchmaker.handle(event, now), effects, now)
+        elif isinstance(message, GroupAsk):
+            running = self._rounds.get(GroupId(message.group))
+            if running is not None:
+                effects.append(Send(peer, running.formed))
+            else:
+                effects.append(Send(peer, RoundOver(message.group, self._epoch)))
+        elif isinstance(message, _ROUND):
+            self._round_message(event, peer, message, effects, now)
+
+    def _round_message(
+        self,
+        event: Received,
+        peer: PeerId,
+        message: Beat | Takeover | Held | Redo | Want | MemberDone | RoundOver | Refusal,
+        effects: list[Effect],
+        now: float,
+    ) -> None:
+        group = GroupId(message.group)
+        if group in self._rounds:
+            self._run_round(group, event, effects, now)
+        elif isinstance(message, Beat) and group not in self._closed and self._matchmaker.seeking:
+            # The host may have died between two announcements; the groupmate has one.
+            effects.append(Send(peer, GroupAsk(group)))
+        elif isinstance(message, Beat | Takeover | Want):
+            effects.append(Send(peer, RoundOver(group, self._epoch)))
+
+    def _chunk(self, event: ChunkArrived, effects: list[Effect], now: float) -> None:
+        group = event.header.group
+        if group in self._rounds:
+            self._run_round(group, event, effects, now)
+        else:
+            effects.append(Send(event.peer, RoundOver(group, self._epoch)))
+
+    def _run_round(
+        self, group: GroupId, event: Event, effects: list[Effect], now: float
+    ) -> None:
+        running = self._rounds[group]
+        self._absorb(running.machine.handle(event, now), effects, now)
+        self._forget_if_closed(group)
+
+    def _forget_if_closed(self, group: GroupId) -> None:
+        running = self._rounds.get(group)
+        if running is not None and running.machine.closed:
+            del self._rounds[group]
+            self._closed[group] = None
+            while len(self._closed) > CLOSED_KEPT:
+                self._closed.popitem(last=False)
+
+    def _absorb(self, new: list[Effect], effects: list[Effect], now: float) -> None:
+        """Pass effects on, acting on those that are about the course of the averaging."""
+        for effect in new:
+            if isinstance(effect, SeekFailed):
+                self._seek_failed(effect, effects, now)
+                continue
+            effects.append(effect)
+            if isinstance(effect, GroupReady):
+                self._group_ready(effect, effects, now)
+            elif isinstance(effect, RoundEnded):
+                effects[-1] = self._round_ended(effect.report, now)
+                self._next_axis(effects, now)
+
+    # --- an epoch's averaging -------------------------------------------------------------
+
+    def _begin(self, request: BeginAveraging, effects: list[Effect], now: float) -> None:
+        self._due = None
+        if self._averaging is not None or (
+            request.due_epoch is not None and request.due_epoch != self._epoch
+        ):
+            # The swarm went on while the snapshot was made.
+            effects.append(AveragingEnded(EpochReport(self._epoch, (), 0.0, True), self._epoch))
+            return
+        stale = self._missed >= STALE_EPOCHS or (not self._averaged and self._epoch > 0)
+        weight = 0.0 if stale else request.weight
+        self._averaging = _Averaging(request, now, [weight] * request.chunks)
+        peers = [p for p in self.view.live if self._meets(p, request.schema)]
+        if len(peers) == 1:
+            self._end(effects, now)
+            return
+        plan = grid.plan(len(peers), self._config.matchmaking.group_size)
+        rank = grid.order(peers, self._epoch).index(self._signer.peer)
+        self._seek(plan.path(rank, 0), effects, now)
+
+    def _meets(self, peer: PeerId, schema: bytes) -> bool:
+        record = self.view.record(peer)
+        return peer == self._signer.peer or (record is not None and record.schema == schema)
+
+    def _seek(self, path: tuple[int, ...], effects: list[Effect], now: float) -> None:
+        current = self._averaging
+        assert current is not None
+        current.sought = now
+        current.group = None
+        current.path = path
+        request = current.request
+        me = self.view.me
+        known = [b for b in (me.up, me.down) if b > 0]
+        fields = JoinFields(
+            role=me.role,
+            schema=request.schema,
+            vector_chunks=request.chunks,
+            vector_bytes=request.vector_bytes,
+            bandwidth=min(known, default=0.0),
+            weighs=any(m > 0 for m in current.masses),
+            origin=current.origin,
+        )
+        key = GroupKey(self._epoch, current.axis, path)
+        self._absorb(self._matchmaker.seek(key, fields, now), effects, now)
+
+    def _group_ready(self, ready: GroupReady, effects: list[Effect], now: float) -> None:
+        current = self._averaging
+        assert current is not None
+        group = GroupId(ready.formed.group)
+        current.group = group
+        current.meeting_s = now - current.sought
+        machine = AllReduce(
+            ready.formed, ready.seat, current.masses, self._signer, self._config.round, now
+        )
+        self._rounds[group] = _Round(machine, ready.formed, ready.seat)
+        self._absorb(machine.start(now), effects, now)
+        self._forget_if_closed(group)
+        self._tell_losses(effects, now)
+
+    def _round_ended(self, report: RoundReport, now: float) -> RoundEnded:
+        current = self._averaging
+        if current is not None and current.group == report.group:
+            report = msgspec.structs.replace(report, meeting_s=current.meeting_s)
+            current.reports.append(report)
+        return RoundEnded(report)
+
+    def _next_axis(self, effects: list[Effect], now: float) -> None:
+        current = self._averaging
+        if current is None or current.group is None:
+            return
+        running = self._rounds[current.group]
+        path = running.formed.next_path[running.seat]
+        if not path:
+            self._end(effects, now)
+            return
+        current.masses = list(running.machine.masses_after)
+        current.origin = current.group
+        current.axis += 1
+        self._seek(path, effects, now)
+
+    def _seek_failed(self, failed: SeekFailed, effects: list[Effect], now: float) -> None:
+        current = self._averaging
+        if current is None:
+            return
+        stale = failed.epoch > self._epoch
+        if not stale:
+            current.reports.append(
+                RoundReport(
+                    epoch=self._epoch,
+                    axis=current.axis,
+                    group=NO_GROUP,
+                    peers=(self._signer.peer,),
+                    seat=0,
+                    outcome=Outcome.FAILED,
+                    ledger=(1,) * current.request.chunks,
+                    masses=tuple(current.masses),
+                    missing=tuple(range(current.request.chunks)),
+                    attempts=(0,) * current.request.chunks,
+                    blames=(Blame(self._signer.peer, "no-group", failed.reason),),
+                    meeting_s=now - current.sought,
+                )
+            )
+        self._end(effects, now, swarm_epoch=failed.epoch)
+
+    def _end(self, effects: list[Effect], now: float, swarm_epoch: int = 0) -> None:
+        current = self._averaging
+        assert current is not None
+        self._averaging = None
+        stale = swarm_epoch > self._epoch
+        report = EpochReport(self._epoch, tuple(current.reports), now - current.began, stale)
+        if stale:
+            self._go_to(swarm_epoch, effects, now)
+        else:
+            self._averaged = True
+            self._missed = 0
+            self._advance(self._epoch + 1, effects, now)
+        effects.append(AveragingEnded(report, self._epoch))
+
+    def _advance(self, epoch: int, effects: list[Effect], now: float) -> None:
+        self._epoch = epoch
+        self._due = None
+        self._matchmaker.epoch = epoch
+        self._progress.advance(epoch, now)
+        live = len(self.view.live)
+        # In a large swarm a sample of the peers tells the rest; the others extrapolate.
+        if live <= PUBLISHERS or self._rng.random() < PUBLISHERS / live:
+            effects += self._membership.publish(now, epoch=epoch, samples=0.0)
+
+    def _go_to(self, epoch: int, effects: list[Effect], now: float) -> None:
+        """Follow the swarm to a later epoch without having averaged the ones between."""
+        effects.append(
+            Emit(Notice("behind", None, f"swarm is at epoch {epoch}, this peer at {self._epoch}"))
+        )
+        self._missed += epoch - self._epoch
+        self._advance(epoch, effects, now)
+
+    # --- training -------------------------------------------------------------------------
+
+    def _local_progress(self, event: LocalProgress, effects: list[Effect], now: float) -> None:
+        self._latest_progress = event
+        self._matchmaker.ready_s = event.step_s if event.step_s > 0 else -1.0
+        if self._averaging is not None:
+            return  # these samples are the next epoch's
+        fields = self._progress.local(event.samples, event.rate, event.step_s, now)
+        if fields is not None:
+            effects += self._membership.publish(now, epoch=self._epoch, **fields)
+
+    # --- after every event ----------------------------------------------------------------
+
+    def _rest(self, effects: list[Effect], now: float) -> None:
+        if self.view.generation != self._generation:
+            self._generation = self.view.generation
+            self._tell_losses(effects, now)
+            self._adopt_schema(effects, now)
+        if self._averaging is None:
+            self._follow(effects, now)
+        self._wakeup = self._next_wakeup()
+
+    def _tell_losses(self, effects: list[Effect], now: float) -> None:
+        for group in list(self._rounds):
+            running = self._rounds[group]
+            for join in running.formed.joins:
+                known = self.view.record(join.peer) is not None
+                if known and not self.view.reachable(join.peer):
+                    lost = running.machine.lost(PeerId(join.peer), now)
+                    self._absorb(lost, effects, now)
+            self._forget_if_closed(group)
+
+    def _adopt_schema(self, effects: list[Effect], now: float) -> None:
+        """An aux peer has no model; it reduces what the workers average."""
+        if self._role is not Role.AUX or self.view.me.schema:
+            return
+        for peer in self.view.live:
+            record = self.view.record(peer)
+            if record is not None and record.schema:
+                effects += self._membership.publish(now, schema=record.schema)
+                return
+
+    def _follow(self, effects: list[Effect], now: float) -> None:
+        """Become due, or go to the swarm's epoch."""
+        called = self._matchmaker.called
+        swarm_epoch = self._progress.swarm_epoch()
+        if called is not None and called.epoch > swarm_epoch:
+            swarm_epoch = called.epoch
+        if swarm_epoch > self._epoch:
+            self._go_to(swarm_epoch, effects, now)
+        if self._due == self._epoch:
+            return
+        is_called = called is not None and called.epoch == self._epoch
+        if self.view.me.schema and (is_called or self._progress.due(now)):
+            self._due = self._epoch
+            effects.append(AveragingDue(self._epoch))
+
+    def _next_wakeup(self) -> float | None:
+        times = [self._membership.wakeup, self._matchmaker.wakeup]
+        times += [running.machine.wakeup for running in self._rounds.values()]
+        if self._averaging is None and self._due is None:
+            times.append(self._progress.wakeup)
+        soonest = min((t for t in times if t is not None), default=None)
+        return None if soonest is None else soonest + self._skew
+
+    def __repr__(self) -> str:
+        return f"<Node {short(self._signer.peer)} epoch {self._epoch}>"
+
+
+def _past(wakeup: float | None, now: float) -> bool:
+    return wakeup is not None and wakeup <= now
