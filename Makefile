@@ -1,0 +1,83 @@
+# Everything a clone needs, with GNU make and a Python of 3.11 or newer.
+#
+#   make demo    train on four local processes, kill one halfway, show that the rest finish
+#   make test    all tests (under ten minutes on two cores)
+#   make check   what CI runs: format, lint, types, house rules, tests
+#   make soak    long runs: soak tests and three hundred simulator seeds
+#   make format  let ruff rewrite what `make check` would complain about
+#   make docs    write again the reference pages that are made from the code
+#   make clean   remove the virtual environment and all caches
+#
+# Variables: PYTHON (which interpreter makes the environment), VENV (where it goes),
+# ARGS (more arguments for pytest or the demo: make test ARGS="-k ticket").
+#
+# A CPU build of torch. constraints.txt pins the version, so that every clone trains with the
+# same one. On Linux, pip's default index serves that version with several gigabytes of CUDA
+# libraries, which the tests and the demo never use. They are harmless, only big. To have
+# the CPU build instead, tell pip where it is before the first `make`: PIP_EXTRA_INDEX_URL with
+# the CPU index that PyTorch's "get started" page names, or PIP_FIND_LINKS with a folder that
+# holds the wheel. No change here is needed: "2.13.0+cpu" satisfies the pin, and pip prefers it
+# to plain "2.13.0". On macOS and Windows the default is the CPU build already.
+
+VENV ?= .venv
+ARGS ?=
+
+ifndef PYTHON
+# python3 first; the others only where it is too old (or newer than torch has wheels for).
+PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python3.14 python; do \
+	"$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
+	>/dev/null 2>&1 && echo "$$p" && break; done)
+endif
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+.PHONY: help demo test check soak format docs clean install
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(VENV)/.stamp-demo
+	$(BIN)/moshpit demo --peers 4 --kill 1 $(ARGS)
+
+install: $(VENV)/.stamp-dev
+
+test: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.stamp-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest -q tests/test_house.py
+	$(BIN)/python -m pytest $(ARGS)
+
+soak: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
+
+format: $(VENV)/.stamp-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.stamp-dev
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf "$(VENV)" .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is newer than what it was made from, or it is made again; pip then only changes
+# what has changed. The developers' tools come with the second one: the demo needs none.
+$(VENV)/.stamp-demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) --editable '.[demo]'
+	@touch "$@"
+
+$(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) --editable '.[demo,dev]'
+	@touch "$@" "$(VENV)/.stamp-demo"
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Moshpit needs Python 3.11 to 3.14; none was found." \
+		"Install one, or say which: make PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv "$(VENV)"
