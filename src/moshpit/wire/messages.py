@@ -98,21 +98,21 @@ class Gossip(msgspec.Struct, frozen=True, array_like=True):
 NO_GOSSIP = Gossip()
 
 
-class Ping(Message, tag=1):
+class Ping(Message, frozen=True, tag=1):
     """Are you there? Answered by `Ack` with the same number."""
 
     seq: int
     gossip: Gossip = NO_GOSSIP
 
 
-class Ack(Message, tag=2):
+class Ack(Message, frozen=True, tag=2):
     """I am (or: the peer that you asked me to probe is)."""
 
     seq: int
     gossip: Gossip = NO_GOSSIP
 
 
-class PingReq(Message, tag=3):
+class PingReq(Message, frozen=True, tag=3):
     """Please probe ``target`` for me; answer with `Ack` of this number if it answers."""
 
     seq: int
@@ -120,20 +120,20 @@ class PingReq(Message, tag=3):
     gossip: Gossip = NO_GOSSIP
 
 
-class News(Message, tag=4):
+class News(Message, frozen=True, tag=4):
     """News worth a message of its own."""
 
     gossip: Gossip
 
 
-class Digest(Message, tag=5):
+class Digest(Message, frozen=True, tag=5):
     """A summary of my view in buckets; the receiver answers with `Difference`s."""
 
     buckets: tuple[bytes, ...]
     """For each bucket of peer ids, a hash of its (peer, incarnation, version) triples."""
 
 
-class Difference(Message, tag=6):
+class Difference(Message, frozen=True, tag=6):
     """Records in buckets whose hashes differed; ``reply`` asks for the other's in turn."""
 
     gossip: Gossip
@@ -141,11 +141,11 @@ class Difference(Message, tag=6):
     """Buckets whose contents the sender wants back."""
 
 
-class ViewAsk(Message, tag=7):
+class ViewAsk(Message, frozen=True, tag=7):
     """Send me all records that you have (`moshpit peers`); answered by `Difference`s."""
 
 
-class Goodbye(Message, tag=8):
+class Goodbye(Message, frozen=True, tag=8):
     """I am leaving on purpose; do not wait for me."""
 
     record: PeerRecord
@@ -162,7 +162,7 @@ class GroupKey(msgspec.Struct, frozen=True, array_like=True, order=True):
     path: tuple[int, ...]
 
 
-class Join(Message, tag=10):
+class Join(Message, frozen=True, tag=10):
     """I want to be in the group of this key. Signed: the host shows it to the others."""
 
     peer: bytes
@@ -182,14 +182,14 @@ class Join(Message, tag=10):
     signature: bytes = b""
 
 
-class JoinAck(Message, tag=11):
+class JoinAck(Message, frozen=True, tag=11):
     """I am the host for this key and have your join; silence later means I am gone."""
 
     key: GroupKey
     nonce: int
 
 
-class JoinRefused(Message, tag=12):
+class JoinRefused(Message, frozen=True, tag=12):
     """I cannot take your join. ``reason``: schema, stale, full, not-admitted, ...
 
     ``epoch`` is the epoch that the refuser knows the swarm to be at.
@@ -202,7 +202,7 @@ class JoinRefused(Message, tag=12):
     epoch: int
 
 
-class Redirect(Message, tag=13):
+class Redirect(Message, frozen=True, tag=13):
     """I am not the host for this key; these peers come first in my view."""
 
     key: GroupKey
@@ -210,19 +210,19 @@ class Redirect(Message, tag=13):
     hosts: tuple[bytes, ...]
 
 
-class Unjoin(Message, tag=14):
+class Unjoin(Message, frozen=True, tag=14):
     """I no longer wait at you for this key."""
 
     key: GroupKey
 
 
-class Call(Message, tag=15):
+class Call(Message, frozen=True, tag=15):
     """A group is assembling under this key and I expect you. Answered by `CallReply`."""
 
     key: GroupKey
 
 
-class CallReply(Message, tag=16):
+class CallReply(Message, frozen=True, tag=16):
     """I will come in about ``ready_s`` seconds (negative: cannot say), or not at all."""
 
     key: GroupKey
@@ -230,7 +230,7 @@ class CallReply(Message, tag=16):
     ready_s: float
 
 
-class GroupFormed(Message, tag=17):
+class GroupFormed(Message, frozen=True, tag=17):
     """The group: its joins in the order of the seats, and who reduces what.
 
     Signed by the host, so that members can pass it on when the host dies.
@@ -252,19 +252,19 @@ class GroupFormed(Message, tag=17):
 # --- group all-reduce ---------------------------------------------------------------------
 
 
-class Beat(Message, tag=20):
+class Beat(Message, frozen=True, tag=20):
     """I am in this round and alive. The first one is the permission to send me chunks."""
 
     group: bytes
 
 
-class GroupAsk(Message, tag=21):
+class GroupAsk(Message, frozen=True, tag=21):
     """You speak of a group that I have not been told of; answer with its `GroupFormed`."""
 
     group: bytes
 
 
-class Takeover(Message, tag=22):
+class Takeover(Message, frozen=True, tag=22):
     """I take over this part; ballot n means seat (part + n) mod M reduces it.
 
     Whoever answers promises to take no result of a lower ballot for it any more.
@@ -275,7 +275,7 @@ class Takeover(Message, tag=22):
     ballot: int
 
 
-class Held(Message, tag=23):
+class Held(Message, frozen=True, tag=23):
     """My answer to `Takeover`: the chunks of the vector whose results I have."""
 
     group: bytes
@@ -284,7 +284,7 @@ class Held(Message, tag=23):
     chunks: bytes
 
 
-class Redo(Message, tag=24):
+class Redo(Message, frozen=True, tag=24):
     """Nobody has these chunks of the part; send me your contributions for them again."""
 
     group: bytes
@@ -293,27 +293,27 @@ class Redo(Message, tag=24):
     chunks: bytes
 
 
-class Want(Message, tag=25):
+class Want(Message, frozen=True, tag=25):
     """Please send me the results of these chunks, if you have them."""
 
     group: bytes
     chunks: bytes
 
 
-class MemberDone(Message, tag=26):
+class MemberDone(Message, frozen=True, tag=26):
     """I have every result of this round."""
 
     group: bytes
 
 
-class RoundOver(Message, tag=27):
+class RoundOver(Message, frozen=True, tag=27):
     """I have nothing (more) to do with this round; the swarm is at ``epoch``."""
 
     group: bytes
     epoch: int
 
 
-class Refusal(Message, tag=28):
+class Refusal(Message, frozen=True, tag=28):
     """I refused something of yours in this round, and why."""
 
     group: bytes
@@ -321,7 +321,7 @@ class Refusal(Message, tag=28):
     detail: str
 
 
-class BulkOffer(Message, tag=30):
+class BulkOffer(Message, frozen=True, tag=30):
     """Keys for a bulk connection that I am about to dial to you (design §4).
 
     Handled by the transport, never seen by machines.
