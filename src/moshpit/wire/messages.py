@@ -336,11 +336,36 @@ class BulkOffer(Message, frozen=True, tag=30):
     sealed: bool
 
 
+class BulkAsk(Message, frozen=True, tag=31):
+    """Please offer me a bulk connection and dial it. Transport only, like the next three."""
+
+    reversed: bool = False
+    """It would be my turn to dial, but I cannot reach you."""
+
+
+class BulkRefused(Message, frozen=True, tag=32):
+    """No bulk connection can be had between us, and why."""
+
+    reason: str
+
+
+class LinkProbe(Message, frozen=True, tag=33):
+    """Is this connection alive? Sent back with ``reply`` True."""
+
+    reply: bool
+
+
+class LinkClose(Message, frozen=True, tag=34):
+    """I close this connection on purpose. ``idle``: dial again when you need me."""
+
+    reason: str
+
+
 AnyMessage = (
     Ping | Ack | PingReq | News | Digest | Difference | ViewAsk | Goodbye
     | Join | JoinAck | JoinRefused | Redirect | Unjoin | Call | CallReply | GroupFormed
     | Beat | GroupAsk | Takeover | Held | Redo | Want | MemberDone | RoundOver | Refusal
-    | BulkOffer
+    | BulkOffer | BulkAsk | BulkRefused | LinkProbe | LinkClose
 )  # fmt: skip
 
 Signed = PeerRecord | Join | GroupFormed
