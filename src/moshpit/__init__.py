@@ -1,1 +1,62 @@
-"""Moshpit: train PyTorch models on many unreliable machines, without a master."""
+"""Moshpit: train PyTorch models on many unreliable machines, without a master.
+
+>>> import moshpit
+>>> moshpit.preset("local").round.heartbeat_s
+0.25
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moshpit.config import SwarmConfig, preset
+    from moshpit.errors import MoshpitError
+    from moshpit.events import EpochReport, Outcome, RoundReport
+    from moshpit.identity.tickets import Ticket
+    from moshpit.runtime.join import join
+    from moshpit.runtime.swarm import Swarm
+    from moshpit.training.optimizer import Optimizer
+    from moshpit.training.strategies import GradientAveraging, LocalSGD
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EpochReport",
+    "GradientAveraging",
+    "LocalSGD",
+    "MoshpitError",
+    "Optimizer",
+    "Outcome",
+    "RoundReport",
+    "Swarm",
+    "SwarmConfig",
+    "Ticket",
+    "join",
+    "preset",
+]
+
+_HOME = {
+    "EpochReport": "events",
+    "GradientAveraging": "training.strategies",
+    "LocalSGD": "training.strategies",
+    "MoshpitError": "errors",
+    "Optimizer": "training.optimizer",
+    "Outcome": "events",
+    "RoundReport": "events",
+    "Swarm": "runtime.swarm",
+    "SwarmConfig": "config",
+    "Ticket": "identity.tickets",
+    "join": "runtime.join",
+    "preset": "config",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import public names on first use, so that `import moshpit` does not import torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'moshpit' has no attribute {name!r}")
+    value = getattr(import_module(f"moshpit.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

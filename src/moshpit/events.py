@@ -88,7 +88,9 @@ class EpochReport(msgspec.Struct, frozen=True):
 
     @property
     def outcome(self) -> Outcome:
-        """The worst outcome of the rounds; complete if this peer was alone."""
+        """The worst outcome of the rounds; complete if this peer was alone, failed if stale."""
+        if self.stale:
+            return Outcome.FAILED
         order = (Outcome.FAILED, Outcome.PARTIAL, Outcome.COMPLETE)
         worst = min((order.index(r.outcome) for r in self.rounds), default=2)
         return order[worst]

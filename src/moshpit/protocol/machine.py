@@ -129,7 +129,9 @@ class BeginAveraging(_Data, frozen=True):
     chunks: int
     vector_bytes: int
     due_epoch: int | None = None
-    """The epoch of the `AveragingDue` that this answers; None: on the user's request."""
+    """The epoch that the snapshot is of; if the swarm has gone on, it is stale. None: the current one."""
+    always_weighs: bool = False
+    """The value counts even if this peer missed epochs (averaging without training)."""
 
 
 class LocalProgress(_Data, frozen=True):

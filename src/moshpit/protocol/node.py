@@ -134,6 +134,7 @@ class Node:
         config: SwarmConfig,
         rng: Rng,
         now: float,
+        *,
         target: float = 0.0,
     ) -> None:
         self._signer = signer
@@ -281,9 +282,7 @@ class Node:
         else:
             effects.append(Send(event.peer, RoundOver(group, self._epoch)))
 
-    def _run_round(
-        self, group: GroupId, event: Event, effects: list[Effect], now: float
-    ) -> None:
+    def _run_round(self, group: GroupId, event: Event, effects: list[Effect], now: float) -> None:
         running = self._rounds[group]
         self._absorb(running.machine.handle(event, now), effects, now)
         self._forget_if_closed(group)
@@ -320,7 +319,7 @@ class Node:
             effects.append(AveragingEnded(EpochReport(self._epoch, (), 0.0, True), self._epoch))
             return
         stale = self._missed >= STALE_EPOCHS or (not self._averaged and self._epoch > 0)
-        weight = 0.0 if stale else request.weight
+        weight = 0.0 if stale and not request.always_weighs else request.weight
         self._averaging = _Averaging(request, now, [weight] * request.chunks)
         peers = [p for p in self.view.live if self._meets(p, request.schema)]
         if len(peers) == 1:

@@ -1,0 +1,78 @@
+"""The network's own thread, and the one bridge to it.
+
+Training and network share a process but not a thread: the loop below runs in a daemon
+thread (measured against a process of its own in docs/decisions/). Everything of the network
+side is touched in that thread only; the trainer asks through `call` and `post`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from moshpit.errors import ClosedError
+
+T = TypeVar("T")
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """Return a fresh event loop: uvloop's where it is installed, asyncio's elsewhere."""
+    if sys.platform != "win32":
+        try:
+            import uvloop
+        except ImportError:
+            pass
+        else:
+            return uvloop.new_event_loop()
+    return asyncio.new_event_loop()
+
+
+class NetworkThread:
+    """Owns the thread and the loop in it. Made by `Swarm`, ended by `Swarm.close`."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = new_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread is alive and takes calls."""
+        return self._thread.is_alive() and not self._loop.is_closed()
+
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a coroutine in the network thread and wait for its result."""
+        if not self.running:
+            work.close()
+            raise ClosedError("the swarm is closed; join again to go on")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise
+
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """Run a function in the network thread soon, without waiting."""
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError as error:
+            raise ClosedError("the swarm is closed; join again to go on") from error
+
+    def stop(self) -> None:
+        """Stop the loop and join the thread. Idempotent."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()

@@ -1,0 +1,492 @@
+"""Drives a `Node` over a real transport and a real clock. Everything here is one thread.
+
+Effects are executed in order, before the next event is handed in. Payloads move between the
+transport and the round's `RoundStore`; the node only names them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import msgspec
+import torch
+
+from moshpit.config import SwarmConfig
+from moshpit.errors import ClosedError, LocalError, MoshpitError
+from moshpit.events import EpochReport, Notice, RoundReport
+from moshpit.protocol.machine import (
+    Accumulate,
+    AccumulateOwn,
+    AveragingDue,
+    AveragingEnded,
+    BeginAveraging,
+    CancelSends,
+    ChunkArrived,
+    CloseRound,
+    Effect,
+    Emit,
+    Event,
+    Finalize,
+    GroupReady,
+    Leave,
+    LinkDown,
+    LinkUp,
+    LocalProgress,
+    Received,
+    ResetSum,
+    RoundEnded,
+    SeekFailed,
+    Send,
+    SendContribution,
+    SendResult,
+    Signer,
+    TakeResult,
+    Tick,
+)
+from moshpit.protocol.node import Node
+from moshpit.runtime.jobs import Averaging
+from moshpit.tensors.codecs import Codec
+from moshpit.tensors.layout import ChunkPlan
+from moshpit.tensors.store import RoundStore
+from moshpit.transport.base import Transport
+from moshpit.types import Address, GroupId, PeerId, Role
+from moshpit.wire.framing import ChunkHeader, ChunkKind
+from moshpit.wire.messages import Admission, AnyMessage, PeerRecord
+
+CONTACT_RETRY_S = 3.0  # guess: how often the ticket's addresses are tried while alone
+_Payload = SendContribution | SendResult
+
+
+@dataclass(slots=True)
+class _Live:
+    """A round's bytes at this peer."""
+
+    store: RoundStore
+    job: Averaging | None
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+@dataclass(slots=True)
+class Counters:
+    """Sums over a peer's life."""
+
+    rounds: int = 0
+    rounds_partial: int = 0
+    rounds_failed: int = 0
+    epochs: int = 0
+    payload_sent: int = 0
+    payload_received: int = 0
+    last_report: EpochReport | None = None
+
+
+@dataclass(slots=True)
+class Listeners:
+    """Whom the driver tells, in its own thread; nothing here may block."""
+
+    notice: list[Callable[[Notice], None]] = field(default_factory=list[Callable[[Notice], None]])
+    due: Callable[[int], None] | None = None
+
+
+class Driver:
+    """One peer on a real network (implements `moshpit.transport.base.Handler`).
+
+    Args:
+        signer: keys.
+        record: the peer's first record, unsigned.
+        config: settings.
+        transport: started by `start`, closed by `close`.
+        codec: how chunks are encoded.
+        listeners: whom to tell.
+    """
+
+    def __init__(
+        self,
+        signer: Signer,
+        record: PeerRecord,
+        config: SwarmConfig,
+        transport: Transport,
+        *,
+        codec: Codec,
+        listeners: Listeners,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport = transport
+        self._config = config
+        self._codec = codec
+        self._listeners = listeners
+        self._signer = signer
+        self._role = Role(record.role)
+        self._record = record
+        self.node: Node
+        self._started = False
+        self.counters = Counters()
+        self._live: dict[GroupId, _Live] = {}
+        self._reports: dict[GroupId, RoundReport] = {}
+        self._queues: dict[PeerId, deque[_Payload]] = {}
+        self._inbound: dict[PeerId, tuple[GroupId, memoryview]] = {}
+        self._arrived: tuple[RoundStore, memoryview] | None = None
+        self._job: Averaging | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._busy = False
+        self._pending: deque[Event] = deque()
+        self._contacts: Sequence[Address] = ()
+        self._contact_task: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._leaving = False
+        self._closed = False
+
+    # --- life -----------------------------------------------------------------------------
+
+    async def start(
+        self, contacts: Sequence[Address], addresses: Callable[[], tuple[Address, ...]]
+    ) -> None:
+        """Listen, then dial the run's first addresses until somebody answers.
+
+        Args:
+            contacts: addresses from the ticket.
+            addresses: gives the addresses to advertise, once the transport listens.
+        """
+        await self._transport.start(self)
+        known = addresses() if self._role.reduces else ()
+        record = msgspec.structs.replace(
+            self._record, addresses=tuple((a.host, a.port) for a in known)
+        )
+        self.node = Node(self._signer, record, self._config, Random(), self._loop.time())
+        self._started = True
+        self._contacts = [c for c in contacts if c not in known]
+        self._arm()
+        await self._dial_contacts()
+        self._contact_task = self._loop.create_task(self._keep_contact())
+
+    async def _dial_contacts(self) -> None:
+        if self._contacts:
+            dials = [self._dial_contact(address) for address in self._contacts]
+            await asyncio.gather(*dials)
+
+    async def _dial_contact(self, address: Address) -> None:
+        try:
+            await self._transport.dial(address)
+        except MoshpitError as error:
+            self._tell(Notice("contact-failed", None, f"{address}: {error}"))
+
+    async def _keep_contact(self) -> None:
+        """While nobody else is known, go on trying: the first peer may just not be up yet."""
+        while not self._closed:
+            await asyncio.sleep(CONTACT_RETRY_S)
+            if len(self.node.view.live) == 1:
+                await self._dial_contacts()
+
+    async def close(self) -> None:
+        """Serve what groupmates still need, say goodbye, end every task. Idempotent."""
+        if self._leaving:
+            return
+        self._leaving = True
+        if self._started:
+            # Results that this peer has reduced may still be on their way to others.
+            linger_s = self._config.round.linger_s + self._config.round.stall_s
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), linger_s)
+            self.handle(Leave())
+        self._closed = True
+        if self._contact_task is not None:
+            self._contact_task.cancel()
+            await asyncio.gather(self._contact_task, return_exceptions=True)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._job is not None:
+            self._job.fail(ClosedError("the swarm was closed"))
+            self._job = None
+        await self._transport.close()
+        self._live.clear()
+        self._queues.clear()
+
+    # --- what the trainer asks ------------------------------------------------------------
+
+    def attach(self, schema: bytes, target: float) -> None:
+        """See `Node.attach`."""
+        self._run(self.node.attach(schema, target, self._loop.time()))
+
+    def report_progress(self, samples: float, rate: float, step_s: float) -> None:
+        """See `moshpit.protocol.machine.LocalProgress`."""
+        if not self._closed:
+            self.handle(LocalProgress(samples, rate, step_s))
+
+    def begin(
+        self, job: Averaging, weight: float, schema: bytes, epoch: int | None, always: bool
+    ) -> None:
+        """Average a snapshot; ``job`` is told when it has ended."""
+        if self._closed:
+            job.fail(ClosedError("the swarm is closed"))
+            return
+        if self._job is not None:
+            job.fail(LocalError("an averaging is under way; wait for it first"))
+            return
+        self._job = job
+        self.handle(
+            BeginAveraging(
+                weight=weight,
+                schema=schema,
+                chunks=job.plan.chunks,
+                vector_bytes=4 * job.plan.numel,
+                due_epoch=epoch,
+                always_weighs=always,
+            )
+        )
+
+    # --- the node -------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> None:
+        """Hand an event to the node and execute the effects, then those that this caused."""
+        if self._busy:
+            self._pending.append(event)
+            return
+        if self._closed:
+            return
+        self._run(self.node.handle(event, self._loop.time()))
+
+    def _run(self, effects: list[Effect]) -> None:
+        self._busy = True
+        try:
+            self._execute(effects)
+        finally:
+            self._busy = False
+        if self._pending:
+            self.handle(self._pending.popleft())
+        else:
+            self._arm()
+
+    def _arm(self) -> None:
+        at = self.node.wakeup
+        if self._timer is not None:
+            if at is not None and self._timer_at == at:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if at is not None and not self._closed:
+            self._timer_at = at
+            self._timer = self._loop.call_at(at, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.handle(Tick())
+
+    def _execute(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(peer=peer, message=message):
+                    self._transport.send(peer, message)
+                case SendContribution(peer=peer) | SendResult(peer=peer):
+                    self._queues.setdefault(peer, deque()).append(effect)
+                    self._pump(peer)
+                case Accumulate(chunk=chunk, mass=mass):
+                    store, buffer = self._arrival()
+                    store.accumulate(chunk, mass, buffer)
+                case TakeResult(chunk=chunk):
+                    store, buffer = self._arrival()
+                    store.take(chunk, buffer)
+                case AccumulateOwn(group=group, chunk=chunk, mass=mass):
+                    self._live[group].store.accumulate_own(chunk, mass)
+                case ResetSum(group=group, chunk=chunk):
+                    self._live[group].store.reset(chunk)
+                case Finalize(group=group, chunk=chunk, mass=mass):
+                    self._live[group].store.finalize(chunk, mass)
+                case CancelSends(peer=peer, group=group):
+                    queue = self._queues.get(peer)
+                    if queue is not None:
+                        self._queues[peer] = deque(p for p in queue if p.group != group)
+                case Emit(notice=notice):
+                    self._tell(notice)
+                case _:
+                    self._course(effect)
+
+    def _arrival(self) -> tuple[RoundStore, memoryview]:
+        assert self._arrived is not None, "a payload effect outside of a chunk's arrival"
+        return self._arrived
+
+    def _course(self, effect: Effect) -> None:
+        """Effects about the course of an averaging."""
+        match effect:
+            case GroupReady(formed=formed):
+                self._group_ready(GroupId(formed.group))
+            case RoundEnded(report=report):
+                self._round_ended(report)
+            case CloseRound(group=group):
+                self._live.pop(group, None)
+                if not self._live:
+                    self._idle.set()
+            case AveragingDue(epoch=epoch):
+                self._averaging_due(epoch)
+            case AveragingEnded(report=report):
+                self._averaging_ended(report)
+            case SeekFailed():
+                pass  # the node has acted on it
+            case _:
+                raise AssertionError(f"effect without a driver: {effect}")
+
+    # --- rounds ---------------------------------------------------------------------------
+
+    def _group_ready(self, group: GroupId) -> None:
+        job = self._job
+        assert job is not None
+        store = RoundStore(job.current, torch.empty_like(job.current), job.plan, self._codec)
+        self._live[group] = _Live(store, job)
+        self._idle.clear()
+
+    def _round_ended(self, report: RoundReport) -> None:
+        live = self._live[report.group]
+        live.store.finish(report.missing)
+        if live.job is not None:
+            live.job.current = live.store.result
+            live.job = None
+        self._reports[report.group] = msgspec.structs.replace(
+            report, bytes_sent=live.bytes_sent, bytes_received=live.bytes_received
+        )
+
+    def _averaging_due(self, epoch: int) -> None:
+        if self._role is Role.AUX:
+            self._begin_aux(epoch)
+        elif self._listeners.due is not None:
+            self._listeners.due(epoch)
+
+    def _begin_aux(self, epoch: int) -> None:
+        """An aux peer has no value of its own: it reduces, and weighs nothing."""
+        schema = self.node.view.me.schema
+        numel = int.from_bytes(schema[8:], "little")
+        plan = ChunkPlan.of(numel, self._config.transport)
+        job = Averaging(torch.zeros(numel), plan)
+        self._loop.call_soon(self.begin, job, 0.0, schema, epoch, False)
+
+    def _averaging_ended(self, report: EpochReport) -> None:
+        rounds = tuple(self._reports.pop(r.group, r) for r in report.rounds)
+        report = msgspec.structs.replace(report, rounds=rounds)
+        self._reports.clear()
+        self._count(report)
+        job, self._job = self._job, None
+        if job is not None:
+            job.finish(report)
+
+    def _count(self, report: EpochReport) -> None:
+        counters = self.counters
+        counters.last_report = report
+        counters.epochs += 1
+        for r in report.rounds:
+            counters.rounds += 1
+            counters.rounds_partial += r.outcome.value == "partial"
+            counters.rounds_failed += r.outcome.value == "failed"
+
+    # --- chunks out -----------------------------------------------------------------------
+
+    def _pump(self, peer: PeerId) -> None:
+        queue = self._queues.get(peer)
+        while queue:
+            item = queue[0]
+            live = self._live.get(item.group)
+            if live is not None and not self._send_payload(live, item):
+                return
+            queue.popleft()
+
+    def _send_payload(self, live: _Live, item: _Payload) -> bool:
+        if isinstance(item, SendContribution):
+            payload, kind, seats = live.store.contribution(item.chunk), ChunkKind.CONTRIBUTION, 0
+        else:
+            payload, kind, seats = (
+                live.store.result_payload(item.chunk),
+                ChunkKind.RESULT,
+                item.seats,
+            )
+        header = ChunkHeader(
+            kind=kind,
+            ballot=item.ballot,
+            chunk=item.chunk,
+            length=len(payload),
+            codec=self._codec.number,
+            group=item.group,
+            mass=item.mass,
+            seats=seats,
+        )
+        if not self._transport.send_chunk(item.peer, header, payload):
+            return False
+        live.bytes_sent += len(payload)
+        self.counters.payload_sent += len(payload)
+        return True
+
+    # --- Handler --------------------------------------------------------------------------
+
+    def on_link(self, peer: PeerId, admission: Admission) -> None:
+        """See `moshpit.transport.base.Handler`."""
+        self.handle(LinkUp(peer))
+
+    def on_lost(self, peer: PeerId, refused: bool, detail: str) -> None:
+        """See `moshpit.transport.base.Handler`."""
+        self._queues.pop(peer, None)
+        self._release(peer)
+        self.handle(LinkDown(peer, refused, detail))
+
+    def on_message(self, peer: PeerId, message: AnyMessage) -> None:
+        """See `moshpit.transport.base.Handler`."""
+        self.handle(Received(peer, message))
+
+    def chunk_sink(self, peer: PeerId, header: ChunkHeader) -> memoryview | None:
+        """See `moshpit.transport.base.Handler`."""
+        self._release(peer)
+        live = self._live.get(header.group)
+        if live is None:
+            self.handle(ChunkArrived(peer, header, "unknown-group"))
+            return None
+        sink = live.store.sink(header)
+        if sink is None:
+            self.handle(ChunkArrived(peer, header, "wrong-size"))
+            return None
+        self._inbound[peer] = (header.group, sink)
+        return sink
+
+    def on_chunk(self, peer: PeerId, header: ChunkHeader) -> None:
+        """See `moshpit.transport.base.Handler`."""
+        inbound = self._inbound.pop(peer, None)
+        if inbound is None:
+            return
+        group, buffer = inbound
+        live = self._live.get(group)
+        if live is None:
+            return
+        live.bytes_received += header.length
+        self.counters.payload_received += header.length
+        fault = live.store.fault(header, buffer)
+        assert not self._busy, "a chunk arrived in the middle of another event"
+        self._arrived = (live.store, buffer)
+        try:
+            self.handle(ChunkArrived(peer, header, fault))
+        finally:
+            self._arrived = None
+            live.store.release(buffer)
+
+    def _release(self, peer: PeerId) -> None:
+        """Give back the buffer of a chunk that was cut short."""
+        inbound = self._inbound.pop(peer, None)
+        if inbound is not None and inbound[0] in self._live:
+            self._live[inbound[0]].store.release(inbound[1])
+
+    def chunks_wanted(self, peer: PeerId) -> None:
+        """See `moshpit.transport.base.Handler`."""
+        self._pump(peer)
+
+    def addresses_of(self, peer: PeerId) -> Sequence[Address]:
+        """See `moshpit.transport.base.Handler`."""
+        record = self.node.view.record(peer)
+        return [Address(h, p) for h, p in record.addresses] if record is not None else []
+
+    def on_notice(self, notice: Notice) -> None:
+        """See `moshpit.transport.base.Handler`."""
+        self._tell(notice)
+
+    def _tell(self, notice: Notice) -> None:
+        for listener in self._listeners.notice:
+            listener(notice)

@@ -1,0 +1,335 @@
+"""`Swarm`: a peer's membership of a run, as the user's thread sees it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import msgspec
+import torch
+
+from moshpit.config import SwarmConfig
+from moshpit.errors import ClosedError, ConfigError, LocalError
+from moshpit.events import EpochReport, Notice
+from moshpit.protocol.machine import Signer
+from moshpit.runtime.background import NetworkThread
+from moshpit.runtime.driver import Driver, Listeners
+from moshpit.runtime.jobs import Averaging
+from moshpit.runtime.record import advertised, own_record
+from moshpit.tensors.codecs import Float32
+from moshpit.tensors.layout import ChunkPlan, VectorLayout
+from moshpit.transport.base import Transport
+from moshpit.types import Address, PeerId, Role, RunId, short
+from moshpit.wire.messages import Admission, PeerRecord
+
+log = logging.getLogger("moshpit")
+
+REPORT_INTERVAL_S = 0.1  # guess: how often the trainer wakes the network with its progress
+REPORT_SHARE = 0.05  # guess: or when so much of an epoch was done since
+NUMEL_BYTES = 8
+_QUIET = frozenset({"peer-joined", "peer-left", "behind", "peer-suspected", "peer-back"})
+
+
+class SwarmStats(msgspec.Struct, frozen=True):
+    """Counts over a peer's life; bytes are payload bytes of chunks.
+
+    Attributes:
+        bytes_sent, bytes_received: payload of contributions and results.
+        rounds, rounds_partial, rounds_failed: by outcome, see `moshpit.Outcome`.
+        epochs: averagings that ended.
+        last_report: what the last of them did.
+    """
+
+    bytes_sent: int
+    bytes_received: int
+    rounds: int
+    rounds_partial: int
+    rounds_failed: int
+    epochs: int
+    last_report: EpochReport | None
+
+
+class Swarm:
+    """A peer in a run. Made by `moshpit.join`; close it, or use it in a ``with`` block.
+
+    The network lives in a thread of its own, from here to `close`. All methods may be called
+    from any thread; none of them but those that say so waits for the network.
+
+    Attributes:
+        peer_id: this peer's public key.
+        run_id: the run's.
+        role: what this peer does.
+    """
+
+    def __init__(
+        self,
+        signer: Signer,
+        role: Role,
+        admission: Admission,
+        transport: Transport,
+        config: SwarmConfig,
+        *,
+        contacts: Sequence[Address] = (),
+        advertise: Sequence[Address] = (),
+        bandwidth: float = 0.0,
+    ) -> None:
+        self.peer_id: PeerId = signer.peer
+        self.run_id: RunId = signer.run
+        self.role = role
+        self._config = config
+        self._due_epoch = -1
+        self._samples_due = False
+        self._target = 0.0
+        self._schema = b""
+        self._reported = (0.0, 0.0)
+        self._numel = 0
+        self._plan: ChunkPlan | None = None
+        self._view_changed = threading.Condition()
+        self._peers: tuple[PeerRecord, ...] = ()
+        self._closed = False
+        self._close_lock = threading.Lock()
+        self._owner = os.getpid()
+        self._listeners = Listeners([self._on_notice], self._on_due)
+        self._thread = NetworkThread(f"moshpit-{short(self.peer_id)}")
+        record = own_record(signer.peer, role, (), admission, bandwidth)
+
+        async def start() -> Driver:
+            driver = Driver(
+                signer, record, config, transport, codec=Float32(), listeners=self._listeners
+            )
+            try:
+                await driver.start(
+                    contacts, lambda: tuple(advertise) or advertised(transport.addresses)
+                )
+            except BaseException:
+                await driver.close()
+                raise
+            return driver
+
+        try:
+            self._driver = self._thread.call(start())
+        except BaseException:
+            self._thread.stop()
+            raise
+        self.addresses: tuple[Address, ...] = transport.addresses
+        atexit.register(self.close)
+
+    # --- who is there ---------------------------------------------------------------------
+
+    def peers(self) -> list[PeerRecord]:
+        """Return the records of all live peers, this one included, sorted by id."""
+
+        async def read() -> list[PeerRecord]:
+            view = self._driver.node.view
+            records = [view.record(p) for p in view.live]
+            return [r for r in records if r is not None]
+
+        return self._thread.call(read())
+
+    def wait_for_peers(self, n: int, timeout_s: float = 60.0) -> None:
+        """Wait until at least ``n`` peers are live, this one included.
+
+        Raises:
+            TimeoutError: they were not there in time; says how many were.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._view_changed:
+            while (found := len(self.peers())) < n:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(
+                        f"{found} of {n} peers after {timeout_s:g} s; are the others started with "
+                        "the same ticket, and is an address of the ticket reachable?"
+                    )
+                self._view_changed.wait(min(left, 0.5))
+
+    # --- averaging ------------------------------------------------------------------------
+
+    def average(
+        self,
+        tensors: Sequence[torch.Tensor],
+        weight: float = 1.0,
+        timeout_s: float | None = None,
+    ) -> tuple[list[torch.Tensor], EpochReport]:
+        """Average tensors with all peers that call this, and wait for the result.
+
+        Each peer gets ``Σ wᵢ xᵢ / Σ wᵢ`` over the peers that the report names, after as many
+        rounds as the grid has axes.
+
+        Args:
+            tensors: floating-point tensors; the same shapes and dtypes at all peers. They
+                are read, not changed.
+            weight: this peer's mass, at least 0; with 0 it only takes the mean.
+            timeout_s: how long to wait at most.
+
+        Returns:
+            New tensors of the same shapes and dtypes, and what really happened.
+
+        Raises:
+            LayoutError: tensors that cannot be averaged.
+            ConfigError: a weight that is negative or not finite.
+            TimeoutError: no end within ``timeout_s`` seconds.
+            ClosedError: the swarm is closed.
+
+        Source: paper §3.1, design §4.
+        """
+        layout = VectorLayout(tensors)
+        self.attach(layout.schema, layout.numel, self._target)
+        vector = torch.empty(layout.numel, dtype=torch.float32)
+        layout.flatten_into(vector, tensors)
+        job = self._begin(vector, weight, None, always_weighs=True)
+        report = job.wait(timeout_s)
+        results = [torch.empty_like(t, device="cpu") for t in tensors]
+        layout.write_back(job.mean, results)
+        return results, report
+
+    def attach(self, schema: bytes, numel: int, samples_per_epoch: float) -> None:
+        """Say what this peer averages; strategies call it once, `average` by itself.
+
+        Args:
+            schema: 8 bytes that are equal only for equal layouts (`VectorLayout.schema`).
+            numel: how many numbers the vector has.
+            samples_per_epoch: of the whole swarm; 0 if averaging begins only on request.
+        """
+        wire_schema = schema + numel.to_bytes(NUMEL_BYTES, "little")
+        if (wire_schema, samples_per_epoch) == (self._schema, self._target):
+            return
+        self._schema, self._numel, self._target = wire_schema, numel, samples_per_epoch
+        self._plan = ChunkPlan.of(numel, self._config.transport)
+
+        async def attach() -> None:
+            self._driver.attach(wire_schema, samples_per_epoch)
+
+        self._thread.call(attach())
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this peer works on."""
+        return self._driver.node.epoch
+
+    @property
+    def averaging_due(self) -> bool:
+        """Whether it is time for `begin_averaging`: the target is met, or groupmates call."""
+        return self._due_epoch == self.epoch or self._samples_due
+
+    def report_progress(self, samples: float, rate: float, step_s: float) -> None:
+        """Say how far this peer's training is; cheap enough for every step.
+
+        Args:
+            samples: of this epoch so far, this peer's own.
+            rate: samples per second.
+            step_s: seconds per local step.
+        """
+        self._samples_due = 0 < self._target <= samples
+        now = time.monotonic()
+        at, before = self._reported
+        ahead = samples - before
+        if (
+            now - at >= REPORT_INTERVAL_S
+            or ahead < 0
+            or ahead >= REPORT_SHARE * self._target
+            or self._samples_due
+        ):
+            self._reported = (now, samples)
+            self._thread.post(self._driver.report_progress, samples, rate, step_s)
+
+    def begin_averaging(self, vector: torch.Tensor, weight: float) -> Averaging:
+        """Average a snapshot while training goes on. One at a time.
+
+        Args:
+            vector: float32, one-dimensional, on the CPU, as long as attached; must not be
+                changed until the averaging has ended.
+            weight: this peer's mass: the samples behind the snapshot.
+
+        Raises:
+            LayoutError, ConfigError: a vector or weight that cannot be averaged.
+            ClosedError: the swarm is closed.
+        """
+        return self._begin(vector, weight, self.epoch, always_weighs=False)
+
+    def _begin(
+        self, vector: torch.Tensor, weight: float, epoch: int | None, *, always_weighs: bool
+    ) -> Averaging:
+        if self._plan is None:
+            raise LocalError("nothing is attached; call attach() first")
+        if not 0 <= weight < float("inf"):
+            raise ConfigError(f"weight {weight}: must be finite and at least 0")
+        if vector.shape != (self._numel,) or vector.dtype != torch.float32:
+            raise ConfigError(
+                f"vector of shape {tuple(vector.shape)} and {vector.dtype}: "
+                f"expected ({self._numel},) and torch.float32, as attached"
+            )
+        self._due_epoch = -1
+        self._samples_due = False
+        job = Averaging(vector, self._plan)
+        self._thread.post(self._driver.begin, job, weight, self._schema, epoch, always_weighs)
+        return job
+
+    def stats(self) -> SwarmStats:
+        """Return what this peer has sent, received and averaged so far."""
+        c = self._driver.counters
+        return SwarmStats(
+            bytes_sent=c.payload_sent,
+            bytes_received=c.payload_received,
+            rounds=c.rounds,
+            rounds_partial=c.rounds_partial,
+            rounds_failed=c.rounds_failed,
+            epochs=c.epochs,
+            last_report=c.last_report,
+        )
+
+    # --- life -----------------------------------------------------------------------------
+
+    def listen(self, listener: Callable[[Notice], None]) -> None:
+        """Have a function called, in the network thread, with every `Notice`."""
+        self._listeners.notice.append(listener)
+
+    def close(self) -> None:
+        """Leave: serve what groupmates still need, say goodbye, end the network thread.
+
+        Idempotent. Called at the interpreter's exit if you don't.
+        """
+        with self._close_lock:
+            if self._closed or os.getpid() != self._owner:
+                return  # a forked child owns nothing of this
+            self._closed = True
+        atexit.unregister(self.close)
+        try:
+            self._thread.call(self._driver.close())
+        except ClosedError:
+            pass
+        finally:
+            self._thread.stop()
+
+    def __enter__(self) -> Swarm:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"epoch {self.epoch}"
+        return f"<Swarm {short(self.peer_id)} of run {short(self.run_id)}, {state}>"
+
+    # --- the network thread calls these ---------------------------------------------------
+
+    def _on_due(self, epoch: int) -> None:
+        self._due_epoch = epoch
+
+    def _on_notice(self, notice: Notice) -> None:
+        level = logging.INFO if notice.code in _QUIET else logging.WARNING
+        who = f" {short(notice.peer)}" if notice.peer is not None else ""
+        log.log(level, "%s%s: %s", notice.code, who, notice.detail)
+        if notice.code.startswith("peer-"):
+            with self._view_changed:
+                self._view_changed.notify_all()

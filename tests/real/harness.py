@@ -1,0 +1,149 @@
+"""Starts real peers (`peer.py`), talks to them, kills them, and leaves none behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moshpit.identity.tickets import RunKey
+from moshpit.types import Address
+
+PEER = Path(__file__).with_name("peer.py")
+Event = dict[str, Any]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class RealPeer:
+    """One process, and what it has said."""
+
+    def __init__(self, ticket: str, number: int, numel: int, *args: str) -> None:
+        self.number = number
+        self.process = subprocess.Popen(
+            [sys.executable, str(PEER), "--ticket", ticket, "--number", str(number)]
+            + ["--numel", str(numel), *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._events: queue.Queue[Event | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.name = ""
+        self.addresses: list[str] = []
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._events.put(json.loads(line))
+        self._events.put(None)
+
+    def joined(self, timeout_s: float = 60.0) -> None:
+        event = self.expect("joined", timeout_s)
+        self.name = event["peer"]
+        self.addresses = event["addresses"]
+
+    def tell(self, do: str, **fields: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
+        self.process.stdin.flush()
+
+    def expect(self, kind: str, timeout_s: float = 60.0) -> Event:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            event = self._events.get(timeout=max(0.01, deadline - time.monotonic()))
+            assert event is not None, f"peer {self.number} ended while {kind!r} was awaited"
+            if event["event"] == kind:
+                return event
+            assert event["event"] != "error", f"peer {self.number}: {event}"
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self) -> int:
+        """Ask it to leave; kill it if it does not."""
+        assert self.process.stdin is not None
+        if self.process.poll() is None:
+            try:
+                self.process.stdin.close()
+                self.process.wait(15)
+            except (OSError, subprocess.TimeoutExpired):
+                self.process.kill()
+        code = self.process.wait()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+
+class RealSwarm:
+    """Some peers of one run; the first listens at the address that is in the ticket."""
+
+    def __init__(self, numel: int, *args: str) -> None:
+        self.port = free_port()
+        address = Address("127.0.0.1", self.port)
+        self.ticket = RunKey.generate().invite().ticket((address,)).encode()
+        self.numel = numel
+        self.args = args
+        self.peers: list[RealPeer] = []
+
+    def add(self, *args: str) -> RealPeer:
+        number = len(self.peers)
+        listen = ("--listen", f"127.0.0.1:{self.port}") if number == 0 else ()
+        peer = RealPeer(self.ticket, number, self.numel, *self.args, *listen, *args)
+        self.peers.append(peer)
+        return peer
+
+    def start(self, n: int) -> None:
+        for _ in range(n):
+            self.add()
+        for peer in self.peers:
+            peer.joined()
+        self.meet(self.peers)
+
+    def meet(self, peers: list[RealPeer]) -> None:
+        for peer in peers:
+            peer.tell("wait", peers=len(peers))
+        for peer in peers:
+            peer.expect("ready")
+
+    def numbers(self, peers: list[RealPeer]) -> dict[str, int]:
+        return {p.name: p.number for p in peers}
+
+    def average(self, peers: list[RealPeer], **fields: object) -> list[Event]:
+        self.begin(peers, **fields)
+        return [p.expect("averaged") for p in peers]
+
+    def begin(self, peers: list[RealPeer], **fields: object) -> None:
+        fields.setdefault("numbers", self.numbers(peers))
+        for peer in peers:
+            peer.tell("average", **fields)
+
+
+@contextmanager
+def real_swarm(numel: int, *args: str) -> Iterator[RealSwarm]:
+    """A swarm whose processes are all gone afterwards."""
+    swarm = RealSwarm(numel, *args)
+    try:
+        yield swarm
+    finally:
+        for peer in swarm.peers:
+            if peer.process.poll() is None:
+                peer.signal(signal.SIGCONT)
+            peer.end()

@@ -1,0 +1,158 @@
+"""A real peer for tests: averages on command, and says truthfully what came of it.
+
+Reads JSON lines (commands) from standard input, writes JSON lines (events) to standard
+output. Ends when its input ends, so nothing outlives the test.
+
+Every peer knows every peer's input: peer number i has ``a_i · r + b_i`` with ``r`` shared, so it
+can recompute from a report's ledger what each chunk must be, and tell how far off it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import sys
+import time
+
+import torch
+
+import moshpit
+from moshpit.events import RoundReport
+from moshpit.types import short
+
+
+def coefficients(number: int) -> tuple[float, float]:
+    return 1.0 + 0.25 * number, float(number * number)
+
+
+def say(event: str, **fields: object) -> None:
+    print(json.dumps({"event": event, **fields}), flush=True)
+
+
+def inputs(number: int, numel: int) -> torch.Tensor:
+    shared = torch.linspace(-1.0, 1.0, numel)
+    a, b = coefficients(number)
+    return a * shared + b
+
+
+def ledger_error(report: RoundReport, result: torch.Tensor, numbers: dict[str, int]) -> float:
+    """How far the result is from what the round's ledger says, worst over all chunks."""
+    numel = result.numel()
+    chunks = len(report.ledger)
+    step = -(-numel // chunks)
+    shared = torch.linspace(-1.0, 1.0, numel)
+    worst = 0.0
+    for chunk, mask in enumerate(report.ledger):
+        seats = [s for s in range(len(report.peers)) if mask >> s & 1]
+        mass = a = b = 0.0
+        for seat in seats:
+            number = numbers[short(report.peers[seat])]
+            weight = 1.0 + number
+            a_i, b_i = coefficients(number)
+            mass, a, b = mass + weight, a + weight * a_i, b + weight * b_i
+        if chunk not in report.missing and abs(mass - report.masses[chunk]) > 1e-6 * mass:
+            return float("inf")
+        part = slice(chunk * step, min((chunk + 1) * step, numel))
+        expected = (a / mass) * shared[part] + b / mass
+        worst = max(worst, (result[part] - expected).abs().max().item())
+    return worst
+
+
+def report_fields(report: RoundReport) -> dict[str, object]:
+    return {
+        "axis": report.axis,
+        "group": report.group.hex(),
+        "outcome": report.outcome.value,
+        "peers": [short(p) for p in report.peers],
+        "contributors": [short(p) for p in report.contributors()],
+        "ledger": list(report.ledger),
+        "missing": list(report.missing),
+        "meeting_s": report.meeting_s,
+        "moving_s": report.moving_s,
+        "bytes_sent": report.bytes_sent,
+        "blames": [[short(b.peer), b.reason] for b in report.blames],
+    }
+
+
+def average(swarm: moshpit.Swarm, command: dict[str, object], number: int, numel: int) -> None:
+    numbers = command.get("numbers", {})
+    assert isinstance(numbers, dict)
+    mine = inputs(number, numel)
+    if command.get("poison"):
+        mine[numel // 2] = float("nan")
+    say("averaging", at=time.time())
+    began = time.monotonic()
+    try:
+        (result,), report = swarm.average([mine], weight=1.0 + number)
+    except moshpit.MoshpitError as error:
+        say("error", kind=type(error).__name__, text=str(error))
+        return
+    seconds = time.monotonic() - began
+    error = None
+    if len(report.rounds) == 1 and numbers:
+        error = ledger_error(report.rounds[0], result, numbers)
+    mean = None
+    if "numbers" in command:
+        total = sum(1.0 + n for n in numbers.values())
+        a = sum((1.0 + n) * coefficients(n)[0] for n in numbers.values()) / total
+        b = sum((1.0 + n) * coefficients(n)[1] for n in numbers.values()) / total
+        mean = (result - (a * torch.linspace(-1.0, 1.0, numel) + b)).abs().max().item()
+    say(
+        "averaged",
+        at=time.time(),
+        epoch=report.epoch,
+        stale=report.stale,
+        outcome=report.outcome.value,
+        seconds=seconds,
+        digest=hashlib.sha256(result.numpy().tobytes()).hexdigest(),
+        ledger_error=error,
+        mean_error=mean,
+        rounds=[report_fields(r) for r in report.rounds],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ticket", required=True)
+    parser.add_argument("--number", type=int, required=True)
+    parser.add_argument("--numel", type=int, required=True)
+    parser.add_argument("--listen", default="127.0.0.1:0")
+    parser.add_argument("--role", default="worker")
+    parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--plaintext", action="store_true")
+    parser.add_argument("--log", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.log:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    swarm = moshpit.join(
+        args.ticket,
+        role=args.role,
+        listen=args.listen if args.role != "client" else None,
+        plaintext=args.plaintext,
+        group_size=args.group_size,
+        identity="new",
+    )
+    say("joined", peer=short(swarm.peer_id), addresses=[str(a) for a in swarm.addresses])
+    for line in sys.stdin:
+        command = json.loads(line)
+        match command["do"]:
+            case "wait":
+                swarm.wait_for_peers(command["peers"], timeout_s=command.get("timeout_s", 30.0))
+                say("ready")
+            case "average":
+                average(swarm, command, args.number, args.numel)
+            case "cpu":
+                say("cpu", process_s=time.process_time(), at=time.monotonic())
+            case "peers":
+                say("peers", peers=[short(r.peer) for r in swarm.peers()])
+            case "leave":
+                break
+    swarm.close()
+    say("left")
+
+
+if __name__ == "__main__":
+    main()
