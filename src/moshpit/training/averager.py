@@ -1,0 +1,64 @@
+"""What the training layer asks of a swarm: a number of samples to tell, a vector to average.
+
+`moshpit.Swarm` is one implementation. The strategies know nothing else of the network, so the
+same code trains over anything that keeps this contract.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from moshpit.events import EpochReport
+
+
+class Averaging(Protocol):
+    """One epoch's averaging under way. It always ends (design §4, rule 5)."""
+
+    def done(self) -> bool:
+        """Return whether it has ended; cheap."""
+        ...
+
+    def wait(self, timeout_s: float | None = None) -> EpochReport:
+        """Block until it has ended; raises `TimeoutError` after ``timeout_s`` seconds."""
+        ...
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The result once it is done: float32, one dimension. Chunks that could not be
+        averaged hold this peer's own values."""
+        ...
+
+    @property
+    def report(self) -> EpochReport:
+        """What really happened, once it is done."""
+        ...
+
+
+class Averager(Protocol):
+    """A swarm, as seen from a training loop."""
+
+    @property
+    def epoch(self) -> int:
+        """The swarm's epoch."""
+        ...
+
+    @property
+    def averaging_due(self) -> bool:
+        """Whether the swarm has met its target, or groupmates call; a cheap read."""
+        ...
+
+    def attach(self, schema: bytes, numel: int, samples_per_epoch: float) -> None:
+        """Say once what is averaged here, and how many samples of all peers make an epoch."""
+        ...
+
+    def report_progress(self, samples: float, rate: float, step_s: float) -> None:
+        """Say how many samples this peer has in this epoch, its samples per second, and how
+        many seconds a step takes (0: unknown). Cheap, from any thread."""
+        ...
+
+    def begin_averaging(self, vector: torch.Tensor, weight: float) -> Averaging:
+        """Start this epoch's averaging of ``vector`` (float32, one dimension, CPU), which is
+        not touched until it is done. ``weight`` 0 only receives."""
+        ...

@@ -1,0 +1,367 @@
+"""The object that a training script holds: a normal optimizer that trains with the swarm.
+
+One ``step()`` is: local work (the strategy's), then at most one thing that concerns the swarm:
+take the result of an averaging that has ended, or begin one that is due. Never both, so that a
+loop ``while optimizer.epoch < n`` sees every epoch, and peers that leave it at the same epoch
+meet again in `Optimizer.finish`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+
+from moshpit.errors import ConfigError, LocalError
+from moshpit.events import EpochReport, Outcome
+from moshpit.training.averager import Averager, Averaging
+from moshpit.training.samples import BatchWatcher
+from moshpit.training.strategies import Closure, Snapshot, Strategy
+from moshpit.training.tensors import is_finite
+from moshpit.types import short
+
+log = logging.getLogger("moshpit.training")
+
+_RATE_MEMORY = 0.9  # guess: the rate's moving average reaches back about ten steps
+_STATE_KEY = "moshpit"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStats:
+    """What a peer's averagings came to so far.
+
+    Attributes:
+        averagings: how many ended.
+        alone: no other peer was there.
+        partial: some contribution or chunk was missing from the mean.
+        failed: nothing of anybody else's arrived; the local values stayed.
+        stale: the swarm had moved on; the local values stayed.
+        nonfinite: this peer had NaN or infinity and gave nothing.
+        samples: samples in all local steps.
+    """
+
+    averagings: int = 0
+    alone: int = 0
+    partial: int = 0
+    failed: int = 0
+    stale: int = 0
+    nonfinite: int = 0
+    samples: float = 0.0
+
+
+class _Pace:
+    """Samples per second and seconds per step of the local work, waiting not included."""
+
+    def __init__(self) -> None:
+        self._samples = 0.0
+        self._seconds = 0.0
+        self._steps = 0.0
+        self._since: float | None = None
+
+    def resume(self, now: float) -> None:
+        self._since = now
+
+    def stepped(self, samples: float, now: float) -> None:
+        if self._since is None:  # nobody knows when the work for the first step began
+            return
+        self._samples = _RATE_MEMORY * self._samples + samples
+        self._seconds = _RATE_MEMORY * self._seconds + now - self._since
+        self._steps = _RATE_MEMORY * self._steps + 1.0
+
+    @property
+    def rate(self) -> float:
+        return self._samples / self._seconds if self._seconds > 0 else 0.0
+
+    @property
+    def step_s(self) -> float:
+        return self._seconds / self._steps if self._steps > 0 else 0.0
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Wraps a `torch.optim.Optimizer`, so that its steps train together with the swarm.
+
+    It shares ``param_groups`` and ``state`` with the wrapped optimizer, so learning rate
+    schedulers, gradient clipping, hooks and ``torch.amp.GradScaler`` work as usual.
+
+    Args:
+        optimizer: the optimizer that makes the steps.
+        swarm: the `moshpit.Swarm` (or another `Averager`).
+        strategy: what is exchanged and when, such as ``LocalSGD(samples_per_epoch=4096)``.
+        batch_size: samples of one ``step()`` of this peer. If neither this nor
+            ``step(samples=...)`` says it, it is the first dimension of the first tensor given
+            to the model's forward passes since the last step (`BatchWatcher`).
+        model: names the parameters in messages; its floating point buffers (the running
+            statistics of batch normalisation) are averaged too. Without it, buffers stay each
+            peer's own.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        >>> optimizer = moshpit.Optimizer(                           # doctest: +SKIP
+        ...     inner, swarm, strategy=moshpit.LocalSGD(samples_per_epoch=4096))
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        swarm: Averager,
+        strategy: Strategy,
+        *,
+        batch_size: float | None = None,
+        model: torch.nn.Module | None = None,
+    ) -> None:
+        if batch_size is not None and not 0 < batch_size < float("inf"):
+            raise ConfigError(f"batch_size: {batch_size!r}; give a positive number of samples")
+        self._ready = False
+        self._attached = False
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.inner = optimizer
+        self._share()
+        self._ready = True
+        self._swarm = swarm
+        self._strategy = strategy
+        strategy.bind(optimizer, model)
+        self._batch_size = batch_size
+        self._watcher: BatchWatcher | None = None
+        if batch_size is None:
+            self._watcher = BatchWatcher((p.tensor for p in strategy.parameters()), model)
+        self._pending: tuple[Averaging, Snapshot] | None = None
+        self._pace = _Pace()
+        self._epoch_offset = 0
+        self._epoch = 0
+        self._stats = TrainingStats()
+        self._last_report: EpochReport | None = None
+        self._waited_s = 0.0
+        self._longest_wait_s = 0.0
+
+    # --- what is normal about it ------------------------------------------------------------
+
+    def _share(self) -> None:
+        """Point at the wrapped optimizer's own groups and state (loading replaces them)."""
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as long as no step was made.
+
+        Raises:
+            ConfigError: the swarm already averages the present ones.
+        """
+        if not self._ready:
+            super().add_param_group(param_group)
+            return
+        if self._attached:
+            raise ConfigError(
+                "add_param_group after the first step: the swarm already averages this set of "
+                "parameters; add all groups before training"
+            )
+        self.inner.add_param_group(param_group)
+        self._share()
+        if self._watcher is not None:
+            self._watcher.own(param_group["params"])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; what `GradientAveraging` has accumulated stays."""
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state, plus the epoch and the strategy's own."""
+        own = {"epoch": self._epoch, "strategy": self._strategy.state_dict()}
+        return {**self.inner.state_dict(), _STATE_KEY: own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a `state_dict`, of this class or of the wrapped optimizer alone.
+
+        ``epoch`` goes on from the saved one, unless the swarm is already further.
+        """
+        if self._pending is not None:
+            raise LocalError("load_state_dict while an averaging is under way: call finish() first")
+        state = dict(state_dict)
+        own = state.pop(_STATE_KEY, None)
+        self.inner.load_state_dict(state)
+        self._share()
+        if own is not None:
+            self._strategy.load_state_dict(own["strategy"])
+            self._epoch_offset = max(0, int(own["epoch"]) - self._swarm.epoch)
+            self._epoch = self._swarm.epoch + self._epoch_offset
+
+    def __getstate__(self) -> NoReturn:
+        raise LocalError(
+            "a moshpit.Optimizer is tied to a live swarm and cannot be pickled or copied; "
+            "save its state_dict() instead"
+        )
+
+    def __repr__(self) -> str:
+        return f"moshpit.Optimizer({self._strategy.name}, epoch {self.epoch}, {self.inner!r})"
+
+    # --- what there is to know --------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this peer's training is in; changes in `step` and `finish` only."""
+        return self._epoch
+
+    @property
+    def last_report(self) -> EpochReport | None:
+        """The report of the last averaging that has ended."""
+        return self._last_report
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that training stood still for the swarm, inside `step` and `finish`: waiting,
+        but also copying snapshots out and means in."""
+        return self._waited_s
+
+    @property
+    def longest_wait_s(self) -> float:
+        """The longest such stop."""
+        return self._longest_wait_s
+
+    @property
+    def stats(self) -> TrainingStats:
+        """Counts of what has happened so far."""
+        return self._stats
+
+    # --- training ---------------------------------------------------------------------------
+
+    def step(self, closure: Closure | None = None, *, samples: float | None = None) -> Any:
+        """Make one local step, and take part in the swarm's averaging where it is due.
+
+        Args:
+            closure: as for any optimizer.
+            samples: the samples behind this step, if they differ from ``batch_size``.
+
+        Raises:
+            ConfigError: the number of samples is not known, or makes no sense.
+        """
+        self._share()
+        before = self._strategy.samples
+        loss = self._strategy.local_step(closure, lambda: self._count(samples))
+        started = time.monotonic()
+        done = self._strategy.samples - before
+        self._stats = replace(self._stats, samples=self._stats.samples + done)
+        self._pace.stepped(done, started)
+        try:
+            self._take_part()
+        finally:
+            self._pace.resume(self._note_wait(started))
+        return loss
+
+    def finish(self) -> EpochReport:
+        """Average a last time and wait for it, so that all peers end with the same bytes.
+
+        Holds for the peers that finish at the same epoch; one that trains on takes part in
+        the averaging but moves on from it. Every peer of the run should call this once.
+        """
+        started = time.monotonic()
+        try:
+            self._attach()
+            if self._pending is not None:
+                self._pending[0].wait()
+                self._collect()
+            self._begin()
+            return self._wait()
+        finally:
+            self._pace.resume(self._note_wait(started))
+
+    def close(self) -> None:
+        """Stop watching the model. The swarm is closed by its owner."""
+        if self._watcher is not None:
+            self._watcher.close()
+
+    def _count(self, samples: float | None) -> float:
+        if samples is None:
+            if self._batch_size is not None:
+                return float(self._batch_size)
+            assert self._watcher is not None
+            return float(self._watcher.take())
+        if not 0 <= samples < float("inf"):
+            raise ConfigError(f"step(samples={samples!r}): give a number of samples, 0 or more")
+        if self._watcher is not None:
+            self._watcher.forget()
+        return float(samples)
+
+    def _note_wait(self, started: float) -> float:
+        now = time.monotonic()
+        self._waited_s += now - started
+        self._longest_wait_s = max(self._longest_wait_s, now - started)
+        return now
+
+    # --- averaging --------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        if self._attached:
+            return
+        schema, numel = self._strategy.layout()
+        self._swarm.attach(schema, numel, self._strategy.samples_per_epoch)
+        self._attached = True
+
+    def _take_part(self) -> None:
+        self._attach()
+        if self._pending is not None:
+            if self._pending[0].done():
+                self._collect()
+            return
+        self._epoch = self._swarm.epoch + self._epoch_offset
+        self._swarm.report_progress(self._strategy.samples, self._pace.rate, self._pace.step_s)
+        if self._swarm.averaging_due:
+            self._begin()
+            if not self._strategy.overlap:
+                self._wait()
+
+    def _begin(self) -> None:
+        snapshot = self._strategy.snapshot()
+        if snapshot.nonfinite is not None:
+            log.warning(
+                "%s holds NaN or infinity: this peer gives nothing to epoch %d and takes the "
+                "others' mean",
+                snapshot.nonfinite,
+                self._epoch,
+            )
+            self._stats = replace(self._stats, nonfinite=self._stats.nonfinite + 1)
+        self._pending = (self._swarm.begin_averaging(snapshot.vector, snapshot.weight), snapshot)
+
+    def _wait(self) -> EpochReport:
+        assert self._pending is not None
+        self._pending[0].wait()
+        return self._collect()
+
+    def _collect(self) -> EpochReport:
+        """Take the result of the averaging that has ended, if it is worth something."""
+        assert self._pending is not None
+        averaging, snapshot = self._pending
+        self._pending = None
+        report = averaging.report
+        self._last_report = report
+        stats = replace(self._stats, averagings=self._stats.averagings + 1)
+        alone = all(len(r.peers) <= 1 for r in report.rounds)
+        if report.stale:
+            stats = replace(stats, stale=stats.stale + 1)
+            log.warning("epoch %d came too late for the swarm; local values stay", report.epoch)
+        elif alone:
+            stats = replace(stats, alone=stats.alone + 1)
+        elif report.outcome is Outcome.FAILED or not is_finite(averaging.mean):
+            stats = replace(stats, failed=stats.failed + 1)
+            log.warning(
+                "epoch %d averaged nothing; local values stay%s", report.epoch, _why(report)
+            )
+        elif report.outcome is Outcome.PARTIAL:
+            stats = replace(stats, partial=stats.partial + 1)
+            log.info("epoch %d is the mean of a part of the group%s", report.epoch, _why(report))
+        useless = alone or report.stale or stats.failed > self._stats.failed
+        if useless or not any(mass > 0 for mass in report.rounds[-1].masses):
+            self._strategy.keep_local(snapshot)
+        else:
+            self._strategy.adopt(snapshot, averaging.mean)
+        self._stats = stats
+        self._epoch = max(self._swarm.epoch, report.epoch + 1) + self._epoch_offset
+        return report
+
+
+def _why(report: EpochReport) -> str:
+    """Say who was left out, for the log."""
+    names = [f"{short(b.peer)} ({b.reason})" for r in report.rounds for b in r.blames]
+    return f": left out {', '.join(names)}" if names else ""
