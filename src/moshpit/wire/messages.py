@@ -180,6 +180,10 @@ class Join(Message, frozen=True, tag=10):
     origin: bytes
     """The group whose mean it brings; empty on the first axis."""
     signature: bytes = b""
+    vector_bytes: int = 0
+    """Bytes of the whole vector, for the round's deadline; 0 is unknown."""
+    insist: bool = False
+    """I was redirected here before and cannot do better: take me even if you are not the host."""
 
 
 class JoinAck(Message, frozen=True, tag=11):

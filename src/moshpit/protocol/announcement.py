@@ -1,0 +1,204 @@
+"""Announcements of groups: how a host makes one, and how a member judges one.
+
+A `GroupFormed` carries the joins that the members themselves signed, so a host can neither
+invent members nor alter what they said; what it adds (who reduces what, where to go next, how
+long it may last) is checked for sense here and signed by the host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+from moshpit.config import RoundConfig
+from moshpit.protocol import partition
+from moshpit.protocol.grid import Path
+from moshpit.protocol.machine import Signer, View
+from moshpit.types import GroupId, PeerId, Role, RunId
+from moshpit.wire.messages import GroupFormed, GroupKey, Join
+
+CHUNKS_MAX = 1 << 24  # 8 TB in chunks of 512 KiB; a bound against nonsense
+CHUNK_BYTES_MAX = 512 * 1024  # config.TransportConfig.chunk_bytes: where a size is not known
+VECTOR_BYTES_MAX = 1 << 44
+SCHEMA_BYTES_MAX = 64
+GROUP_ID_BYTES = 16
+AXES_MAX = 64  # 2^64 peers in groups of 2
+COORDINATE_MAX = 1 << 32
+EPOCH_MAX = 1 << 48
+NONCE_MAX = 1 << 63
+DEADLINE_S_MAX = 7 * 86400.0  # guess
+
+_ROLES = {role.value: role for role in Role}
+
+
+def role_of(text: str) -> Role | None:
+    """Return the role of that name, None if there is no such role."""
+    return _ROLES.get(text)
+
+
+def can_host(view: View, peer: bytes) -> bool:
+    """Whether a peer can be dialled, as far as its record says, and so host and reduce."""
+    record = view.record(peer)
+    role = record and role_of(record.role)
+    return bool(role and role.reduces)
+
+
+def is_live(view: View, peer: PeerId) -> bool:
+    """Whether the view believes a peer to be alive."""
+    at = bisect_left(view.live, peer)
+    return at < len(view.live) and view.live[at] == peer
+
+
+def key_hash(run: RunId, key: GroupKey) -> bytes:
+    """Return the point of the ring of ids at which a key's hosts begin."""
+    numbers = (key.epoch, key.axis, *key.path)
+    packed = b"".join(number.to_bytes(9, "little", signed=True) for number in numbers)
+    return hashlib.blake2b(run + packed, digest_size=32).digest()
+
+
+def candidates(view: View, start: bytes) -> Iterator[PeerId]:
+    """Yield the live dialable peers, from the first at or after ``start`` round the ring."""
+    live = view.live
+    first = bisect_left(live, PeerId(start))
+    for step in range(len(live)):
+        peer = live[(first + step) % len(live)]
+        if can_host(view, peer):
+            yield peer
+
+
+def comes_before(start: bytes, first: bytes, second: bytes) -> bool:
+    """Whether ``first`` comes before ``second`` on the ring that begins at ``start``."""
+    return (first < start, first) < (second < start, second)
+
+
+def key_flaw(key: GroupKey) -> str:
+    """Return what is wrong with a key, or nothing."""
+    if not 0 <= key.epoch <= EPOCH_MAX or not 0 <= key.axis < AXES_MAX:
+        return f"epoch {key.epoch}, axis {key.axis}"
+    return path_flaw(key.path, key.axis)
+
+
+def path_flaw(path: Path, axis: int) -> str:
+    """Return what is wrong with the path of a key on this axis, or nothing."""
+    if len(path) != axis + 1:
+        return f"path of {len(path)} numbers on axis {axis}"
+    if any(not 0 <= coordinate < COORDINATE_MAX for coordinate in path):
+        return "path with a number out of range"
+    return ""
+
+
+def join_flaw(join: Join) -> str:
+    """Return what is wrong with a join apart from its signature, or nothing."""
+    flaw = key_flaw(join.key)
+    if not flaw and role_of(join.role) is None:
+        flaw = f"role {join.role[:20]!r}"
+    if not flaw and not 0 < len(join.schema) <= SCHEMA_BYTES_MAX:
+        flaw = f"schema of {len(join.schema)} bytes"
+    if not flaw and not 1 <= join.vector_chunks <= CHUNKS_MAX:
+        flaw = f"{join.vector_chunks} chunks"
+    if not flaw and not 0 <= join.vector_bytes <= VECTOR_BYTES_MAX:
+        flaw = f"{join.vector_bytes} bytes"
+    if not flaw and not (math.isfinite(join.bandwidth) and join.bandwidth >= 0):
+        flaw = f"bandwidth {join.bandwidth}"
+    if not flaw and not 0 < join.nonce < NONCE_MAX:
+        flaw = f"nonce {join.nonce}"
+    if not flaw and len(join.origin) not in (0, GROUP_ID_BYTES):
+        flaw = f"origin of {len(join.origin)} bytes"
+    return flaw
+
+
+def form(
+    signer: Signer,
+    joins: Sequence[Join],
+    next_path: Sequence[Path],
+    config: RoundConfig,
+    serial: bytes,
+) -> GroupFormed | None:
+    """Return the signed announcement of a group; None where nobody in it reduces.
+
+    Args:
+        signer: the host's key.
+        joins: by seat; at least one, all of one key.
+        next_path: by seat.
+        config: for the deadline.
+        serial: bytes that no other group of this host has; they make the id unique.
+    """
+    reduces = [role_of(join.role) in (Role.WORKER, Role.AUX) for join in joins]
+    bandwidths = [join.bandwidth for join in joins]
+    parts = partition.fractions(bandwidths, reduces)
+    if parts is None:
+        return None
+    first = joins[0]
+    size = max(join.vector_bytes for join in joins) or first.vector_chunks * CHUNK_BYTES_MAX
+    predicted = partition.seconds(bandwidths, parts, size, config.bandwidth_floor)
+    digest = hashlib.blake2b(
+        signer.run + key_hash(signer.run, first.key) + signer.peer + serial,
+        digest_size=GROUP_ID_BYTES,
+    )
+    formed = GroupFormed(
+        group=GroupId(digest.digest()),
+        host=signer.peer,
+        key=first.key,
+        joins=tuple(joins),
+        bounds=partition.bounds(parts, first.vector_chunks),
+        next_path=tuple(next_path),
+        deadline_s=min(
+            DEADLINE_S_MAX, max(config.deadline_s_min, config.deadline_factor * predicted)
+        ),
+    )
+    return signer.sign_message(formed)
+
+
+def formed_flaw(formed: GroupFormed, signer: Signer, size_max: int) -> str:
+    """Return what is wrong with an announcement, signatures included, or nothing."""
+    size = len(formed.joins)
+    if not 1 <= size <= size_max:
+        return f"{size} members"
+    if len(formed.group) != GROUP_ID_BYTES:
+        return f"id of {len(formed.group)} bytes"
+    if not 0 < formed.deadline_s <= DEADLINE_S_MAX:
+        return f"deadline of {formed.deadline_s} s"
+    first = formed.joins[0]
+    for join in formed.joins:
+        flaw = join_flaw(join)
+        if flaw:
+            return f"a join with {flaw}"
+        if join.key != formed.key:
+            return "a join for another key"
+        if (join.schema, join.vector_chunks) != (first.schema, first.vector_chunks):
+            return "joins of different vectors"
+    if len({join.peer for join in formed.joins}) != size:
+        return "a member twice"
+    return _layout_flaw(formed) or _signature_flaw(formed, signer)
+
+
+def _layout_flaw(formed: GroupFormed) -> str:
+    """Return what is wrong with the parts and the next paths, or nothing."""
+    size, edges = len(formed.joins), formed.bounds
+    chunks = formed.joins[0].vector_chunks
+    if len(edges) != size + 1 or edges[0] != 0 or edges[-1] != chunks:
+        return "parts that do not cover the vector"
+    for seat, join in enumerate(formed.joins):
+        if edges[seat] > edges[seat + 1]:
+            return "parts out of order"
+        if size > 1 and role_of(join.role) is Role.CLIENT and edges[seat] < edges[seat + 1]:
+            return "a part for a client"
+    if len(formed.next_path) != size:
+        return "next paths for other than all seats"
+    ends = not formed.next_path[0]
+    for path in formed.next_path:
+        if bool(path) == ends or (path and path_flaw(path, formed.key.axis + 1)):
+            return "a next path that is none"
+    return ""
+
+
+def _signature_flaw(formed: GroupFormed, signer: Signer) -> str:
+    """Return which signature does not verify, or nothing."""
+    if not signer.verify_message(formed, formed.host):
+        return "a signature that is not its host's"
+    for join in formed.joins:
+        if join.peer != signer.peer and not signer.verify_message(join, join.peer):
+            return "a join that its peer did not sign"
+    return ""
