@@ -1,0 +1,39 @@
+"""How the command line speaks: results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+from rich.console import Console
+
+USAGE_ERROR = 2
+"""The exit code of every error that is ours to explain."""
+
+
+def stdout() -> Console:
+    """Return a console for results; made when it is used, since tests swap the streams."""
+    return Console(file=sys.stdout, highlight=False)
+
+
+def stderr() -> Console:
+    """Return a console for explanations, warnings and errors."""
+    return Console(file=sys.stderr, highlight=False)
+
+
+def explain(text: str) -> None:
+    """Say something beside the result, in the terminal's own words and without markup."""
+    stderr().print(text, markup=False, soft_wrap=True)
+
+
+def fail(message: str) -> NoReturn:
+    """End with one line on stderr and the exit code for errors that are ours to explain."""
+    report_error(message)
+    raise SystemExit(USAGE_ERROR)
+
+
+def report_error(message: str) -> None:
+    """Print an error as one line on stderr."""
+    line = " ".join(message.split())
+    stderr().print("[bold red]error:[/]", end=" ")
+    stderr().print(line, markup=False, soft_wrap=True)

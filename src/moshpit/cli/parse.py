@@ -1,0 +1,60 @@
+"""Words that people type, read into numbers."""
+
+from __future__ import annotations
+
+import re
+
+from moshpit.errors import ConfigError
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def duration_s(text: str) -> int:
+    """Read a length of time: ``90s``, ``30m``, ``12h``, ``7d``, ``2w``; a bare number is seconds.
+
+    Raises:
+        ConfigError: it is none.
+
+    Example:
+        >>> duration_s("7d")
+        604800
+        >>> duration_s("1h30m")
+        5400
+    """
+    bare = text.strip().lower()
+    if re.fullmatch(r"\d{1,9}", bare):
+        return int(bare)
+    if not re.fullmatch(r"(\d{1,9}[smhdw])+", bare):
+        raise ConfigError(f"{text!r} is no length of time: write 30m, 12h, 7d or 1h30m")
+    return sum(int(n) * _UNITS_S[unit] for n, unit in re.findall(r"(\d+)([smhdw])", bare))
+
+
+def human_bytes(count: float) -> str:
+    """Return a number of bytes as people read it.
+
+    >>> human_bytes(1536), human_bytes(20)
+    ('1.5 KB', '20 B')
+    """
+    value = float(count)
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TB"
+
+
+def human_s(seconds: float) -> str:
+    """Return a time as people read it.
+
+    >>> human_s(0.0123), human_s(75), human_s(4000), human_s(200_000)
+    ('12.3 ms', '1m15s', '1h06m', '2d07h')
+    """
+    if seconds < 1:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
