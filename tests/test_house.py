@@ -13,6 +13,7 @@ import inspect
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,7 +98,6 @@ PUBLIC_NAMES = [
     "Swarm",
     "SwarmConfig",
     "Ticket",
-    "__version__",
     "join",
     "preset",
 ]
@@ -362,6 +362,8 @@ def test_public_names_are_pinned() -> None:
     assert sorted(moshpit.__all__) == PUBLIC_NAMES
     for name in PUBLIC_NAMES:
         assert getattr(moshpit, name) is not None
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert moshpit.__version__ == project["version"]
 
 
 def test_public_members_are_explained() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -37,7 +41,7 @@ def test_settings_reach_the_script(moshpit: Moshpit, tmp_path: Path) -> None:
     done = moshpit(
         *("run", "--ticket", "T", "--role", "client", "--listen", "[::]:7000"),
         *("--advertise", "h:7001", "--preset", "internet", "--plaintext"),
-        *("--identity", "me.key", "--grace", "1m30s", script),
+        *("--identity", "me.key", script),
     )
     assert done.returncode == 0, done.stderr
     for part in (
@@ -48,9 +52,19 @@ def test_settings_reach_the_script(moshpit: Moshpit, tmp_path: Path) -> None:
         "preset='internet'",
         "plaintext=True",
         "me.key",
-        "grace_s=90.0",
     ):
         assert part in done.stdout
+
+
+def test_logging_stays_the_scripts_to_set_up(moshpit: Moshpit, tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "import logging\nlogging.basicConfig(format='mine %(message)s', level=logging.INFO)\n"
+        "logging.getLogger('moshpit').info('ours')\nlogging.info('hello')\n",
+    )
+    lines = moshpit("run", script).stderr.splitlines()
+    assert lines[0].endswith(" ours")
+    assert lines[1:] == ["mine hello"]
 
 
 @pytest.mark.parametrize(
@@ -112,3 +126,41 @@ def test_what_cannot_run_is_said(moshpit: Moshpit, arguments: tuple[str, ...], s
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+SLOW = """
+import signal, sys, threading, time
+try:
+    print("ready", flush=True)
+    threading.Event().wait(60)
+finally:
+    print("leaving", flush=True)
+    {ending}
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "said", "seconds_max"),
+    [("pass", "", 20.0), ("time.sleep(60)", "not done 0 s after SIGTERM", 20.0)],
+)
+def test_sigterm_unwinds_the_script_within_its_grace(
+    tmp_path: Path, ending: str, said: str, seconds_max: float
+) -> None:
+    script = write(tmp_path, SLOW.format(ending=ending))
+    grace = "30s" if ending == "pass" else "0s"
+    with subprocess.Popen(
+        [sys.executable, "-m", "moshpit", "run", "--grace", grace, script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        start = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert time.monotonic() - start < seconds_max
+    assert said in err
+    assert "Traceback" not in err
+    assert out == ("leaving\n" if not said else out)

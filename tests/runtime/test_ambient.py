@@ -26,9 +26,7 @@ def test_nothing_said_is_nothing() -> None:
 
 
 def test_field_by_field() -> None:
-    set_ambient(
-        JoinSettings(ticket="T", role=Role.AUX, plaintext=True, identity=Path("key"), grace_s=3.0)
-    )
+    set_ambient(JoinSettings(ticket="T", role=Role.AUX, plaintext=True, identity=Path("key")))
     said = JoinSettings(role=Role.WORKER, plaintext=False, listen="127.0.0.1:0")
     assert resolve(said) == JoinSettings(
         ticket="T",
@@ -36,7 +34,6 @@ def test_field_by_field() -> None:
         listen="127.0.0.1:0",
         plaintext=False,
         identity=Path("key"),
-        grace_s=3.0,
     )
 
 

@@ -79,9 +79,17 @@ def options(
 ) -> None:
     """Options of every command."""
     _Global.debug = debug
-    level = logging.DEBUG if debug else logging.INFO
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("moshpit").setLevel(level)
+    log_to_stderr(logging.DEBUG if debug else logging.INFO)
+
+
+def log_to_stderr(level: int) -> None:
+    """Show Moshpit's own log; the root logger stays as it is, for the user's script to set up."""
+    log = logging.getLogger("moshpit")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    log.handlers = [handler]
+    log.propagate = False
+    log.setLevel(level)
 
 
 def run_app() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import runpy
 import signal
 import sys
@@ -21,6 +22,8 @@ from moshpit.runtime.ambient import JoinSettings, set_ambient
 from moshpit.types import Address, Role
 
 Preset = Literal["local", "lan", "internet"]
+
+SIGTERM_EXIT = 128 + signal.SIGTERM
 
 _log = logging.getLogger("moshpit")
 
@@ -72,9 +75,9 @@ def run(  # noqa: PLR0917 - typer reads the parameters
         typer.Option(metavar="FILE", help="Keeps this peer's key, so that it stays the same peer."),
     ] = None,
     grace: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="How long leaving may take after SIGTERM, such as 20s."),
-    ] = None,
+        str,
+        typer.Option(metavar="TIME", help="How long leaving may take after SIGTERM, at most."),
+    ] = "30s",
 ) -> None:
     """Run a training script as a peer of a run.
 
@@ -96,17 +99,18 @@ def run(  # noqa: PLR0917 - typer reads the parameters
     for address in (listen, advertise):
         if address is not None:
             Address.parse(address)
-    settings = JoinSettings(
-        ticket=ticket,
-        role=role,
-        listen=listen,
-        advertise=advertise,
-        preset=preset,
-        plaintext=plaintext or None,
-        identity=identity,
-        grace_s=None if grace is None else float(duration_s(grace)),
+    set_ambient(
+        JoinSettings(
+            ticket=ticket,
+            role=role,
+            listen=listen,
+            advertise=advertise,
+            preset=preset,
+            plaintext=plaintext or None,
+            identity=identity,
+        )
     )
-    set_ambient(settings)
+    leave_on_sigterm(duration_s(grace))
     if script is not None:
         run_script(script, args or [])
     elif role is Role.AUX:
@@ -115,19 +119,36 @@ def run(  # noqa: PLR0917 - typer reads the parameters
         raise ConfigError("nothing to run: name a script, or use --role aux to average only")
 
 
+def leave_on_sigterm(grace_s: float) -> None:
+    """Make SIGTERM end the process in the ordinary way, and in time.
+
+    `SystemExit` unwinds the script, so that its ``finally`` blocks run and the swarm is told;
+    if that takes more than ``grace_s`` seconds, the process ends all the same.
+    """
+
+    def give_up() -> None:
+        print(f"moshpit: not done {grace_s:g} s after SIGTERM, ending now", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(SIGTERM_EXIT)
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        timer = threading.Timer(grace_s, give_up)
+        timer.daemon = True
+        timer.start()
+        raise SystemExit(SIGTERM_EXIT)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
 def serve() -> None:
     """Average for the others until SIGTERM or SIGINT."""
     import moshpit
 
-    stopped = threading.Event()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopped.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    with moshpit.join():
-        stopped.wait()
+    with moshpit.join() as swarm:
+        _log.info("%r averages for others until SIGTERM", swarm)
+        while True:
+            signal.pause()
 
 
 def run_script(path: Path, args: list[str]) -> None:

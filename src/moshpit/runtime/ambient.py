@@ -32,7 +32,6 @@ class JoinSettings:
         preset: the name of the settings for this kind of network.
         plaintext: whether bulk data goes unencrypted.
         identity: the file that keeps this peer's key.
-        grace_s: seconds that leaving may take after SIGTERM.
     """
 
     ticket: str | None = None
@@ -42,13 +41,12 @@ class JoinSettings:
     preset: str | None = None
     plaintext: bool | None = None
     identity: Path | None = None
-    grace_s: float | None = None
 
     def or_else(self, other: JoinSettings) -> JoinSettings:
         """Return these settings, with what they do not say taken from another.
 
         >>> JoinSettings(preset="lan").or_else(JoinSettings(preset="local", plaintext=True))
-        JoinSettings(..., preset='lan', plaintext=True, identity=None, grace_s=None)
+        JoinSettings(..., preset='lan', plaintext=True, identity=None)
         """
         unsaid = {f.name: getattr(other, f.name) for f in fields(self) if self._lacks(f.name)}
         return replace(self, **unsaid)
