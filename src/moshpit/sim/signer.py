@@ -1,7 +1,8 @@
 """A stand-in for keys in the simulator: who signed is kept, what was signed is not.
 
 Ed25519 would cost a thousand simulated peers more than everything else together. Forgery is
-tested with real keys (`moshpit.identity`).
+tested with real keys (`moshpit.identity`). Signatures have the real size, so that the bytes
+that the simulator counts are the bytes that travel.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class SimSigner:
     def __init__(self, peer: PeerId, run: RunId = SIM_RUN) -> None:
         self._peer = peer
         self._run = run
+        self._signature = peer + peer
 
     @property
     def peer(self) -> PeerId:
@@ -35,16 +37,17 @@ class SimSigner:
         return self._run
 
     def sign(self, payload: bytes) -> bytes:
-        return self._peer[:8]
+        return self._signature
 
     def verify(self, peer: bytes, payload: bytes, signature: bytes) -> bool:
-        return signature == peer[:8]
+        return len(signature) == 2 * len(peer) and signature.startswith(peer)
 
     def admitted(self, record: PeerRecord) -> bool:
         return record.admission == SIM_ADMISSION
 
     def sign_message(self, message: S) -> S:
-        return msgspec.structs.replace(message, signature=self._peer[:8])
+        return msgspec.structs.replace(message, signature=self._signature)
 
     def verify_message(self, message: Signed, signer: bytes) -> bool:
-        return message.signature == signer[:8]
+        signature = message.signature
+        return len(signature) == 2 * len(signer) and signature.startswith(signer)

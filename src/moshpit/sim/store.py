@@ -1,0 +1,98 @@
+"""What stands for tensors: one float64 per chunk, and who is in it.
+
+The store does what the payload effects say and nothing else. It keeps the contributions that
+went into a sum, so that a checker can compute the mean anew.
+"""
+
+from __future__ import annotations
+
+from moshpit.types import GroupId
+
+
+class Contribution:
+    """A local value on its way to a reducer; the payload of a contribution chunk."""
+
+    __slots__ = ("seat", "value")
+
+    def __init__(self, seat: int, value: float) -> None:
+        self.seat = seat
+        self.value = value
+
+
+class Mean:
+    """A reduced chunk; the payload of a result chunk, made once and only passed on."""
+
+    __slots__ = ("ballot", "made_by", "mass", "seats", "value")
+
+    def __init__(self, value: float, ballot: int, mass: float, seats: int, made_by: int) -> None:
+        self.value = value
+        self.ballot = ballot
+        self.mass = mass
+        self.seats = seats
+        self.made_by = made_by
+
+
+Payload = Contribution | Mean
+
+
+class Round:
+    """What one process holds of one group all-reduce."""
+
+    __slots__ = ("ended", "local", "means", "seat", "sums")
+
+    def __init__(self, seat: int, local: list[float]) -> None:
+        self.seat = seat
+        self.local = local
+        self.sums: dict[int, list[tuple[int, float, float]]] = {}
+        """For each chunk being summed: (seat, value, mass) of what is in it."""
+        self.means: dict[int, Mean] = {}
+        self.ended = False
+
+    def add(self, chunk: int, seat: int, value: float, mass: float) -> None:
+        """Add a contribution to a sum."""
+        entry = self.sums.get(chunk)
+        if entry is None:
+            self.sums[chunk] = [(seat, value, mass)]
+        else:
+            entry.append((seat, value, mass))
+
+    def reset(self, chunk: int) -> None:
+        """Forget a sum."""
+        self.sums.pop(chunk, None)
+
+    def finalize(self, chunk: int, ballot: int, mass: float, seats: int) -> Mean:
+        """Make the mean of what is in the sum, with the mass that the machine says."""
+        total = sum(value * weight for _, value, weight in self.sums.pop(chunk, ()))
+        mean = Mean(total / mass if mass else 0.0, ballot, mass, seats, self.seat)
+        self.means[chunk] = mean
+        return mean
+
+
+class Store:
+    """The open rounds of one process."""
+
+    __slots__ = ("rounds", "vector")
+
+    def __init__(self) -> None:
+        self.rounds: dict[GroupId, Round] = {}
+        self.vector: list[float] = []
+        """The values that this epoch's rounds pass on from one to the next."""
+
+    def open(self, group: GroupId, seat: int) -> Round:
+        """Make room for a round on the values as they are now."""
+        made = Round(seat, list(self.vector))
+        self.rounds[group] = made
+        return made
+
+    def adopt(self, round_: Round, missing: tuple[int, ...]) -> list[int]:
+        """Take over a round's means, except where ``missing``; return chunks without a mean."""
+        absent: list[int] = []
+        for chunk in range(len(self.vector)):
+            if chunk in missing:
+                continue
+            mean = round_.means.get(chunk)
+            if mean is None:
+                absent.append(chunk)
+            else:
+                self.vector[chunk] = mean.value
+        return absent

@@ -1,0 +1,154 @@
+"""The trace of a run: a hash that proves that a replay is one, and a log that people can read.
+
+Both are of the same sequence: every event that a node is given, with the effects that came of
+it, and every fault.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+from enum import Enum
+from typing import TextIO
+
+import msgspec
+
+from moshpit.protocol.machine import (
+    Accumulate,
+    AccumulateOwn,
+    AveragingDue,
+    AveragingEnded,
+    BeginAveraging,
+    CancelSends,
+    ChunkArrived,
+    CloseRound,
+    Effect,
+    Emit,
+    Event,
+    Finalize,
+    GroupReady,
+    Leave,
+    LinkDown,
+    LinkUp,
+    LocalProgress,
+    Received,
+    ResetSum,
+    RoundEnded,
+    SeekFailed,
+    Send,
+    SendContribution,
+    SendResult,
+    TakeResult,
+    Tick,
+)
+from moshpit.sim.process import Process
+from moshpit.types import short
+
+_FLUSH_BYTES = 1 << 16
+_EVENTS: dict[type, int] = {
+    t: i
+    for i, t in enumerate(
+        (Tick, LinkUp, LinkDown, Received, ChunkArrived, BeginAveraging, LocalProgress, Leave)
+    )
+}
+_EFFECTS: dict[type, int] = {
+    t: i
+    for i, t in enumerate(
+        (
+            Send, Emit, GroupReady, SeekFailed, SendContribution, Accumulate, AccumulateOwn,
+            ResetSum, Finalize, SendResult, TakeResult, CancelSends, RoundEnded, CloseRound,
+            AveragingDue, AveragingEnded,
+        )
+    )
+}  # fmt: skip
+_head = struct.Struct("<dIBB").pack
+_chunk = struct.Struct("<IIBdQ").pack
+_mass = struct.Struct("<Id").pack
+_HIDDEN = frozenset(("signature", "admission", "gossip", "joins", "bounds", "next_path", "schema"))
+
+
+class Trace:
+    """Keeps the hash, and the log where one is wanted.
+
+    Args:
+        log: where to write what people can read.
+        name: how a peer is called in it.
+    """
+
+    def __init__(self, log: TextIO | None, name: Callable[[bytes], str]) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._pending = bytearray()
+        self._log = log
+        self._name = name
+        self.events = 0
+
+    def event(self, now: float, process: Process, event: Event, effects: list[Effect]) -> None:
+        """Record what a node was given and what it wants done."""
+        self.events += 1
+        pending = self._pending
+        kind = type(event)
+        pending += _head(now, process.index, _EVENTS[kind], len(effects) & 0xFF)
+        if kind is Received:
+            pending.append(type(event.message).__struct_config__.tag)  # type: ignore[union-attr]
+            pending += event.peer[:4]  # type: ignore[union-attr]
+        elif kind is ChunkArrived:
+            header = event.header  # type: ignore[union-attr]
+            pending += _chunk(header.chunk, header.ballot, header.kind, header.mass, header.seats)
+            pending += event.peer[:4]  # type: ignore[union-attr]
+        elif kind is LinkUp or kind is LinkDown:
+            pending += event.peer[:4]  # type: ignore[union-attr]
+        for effect in effects:
+            made = type(effect)
+            pending.append(_EFFECTS[made])
+            if made is Send:
+                pending.append(type(effect.message).__struct_config__.tag)  # type: ignore[union-attr]
+                pending += effect.peer[:4]  # type: ignore[union-attr]
+            elif made is Finalize:
+                pending += _mass(effect.chunk, effect.mass)  # type: ignore[union-attr]
+        if len(pending) > _FLUSH_BYTES:
+            self._hash.update(pending)
+            pending.clear()
+        if self._log is not None:
+            self._tell(self._log, now, process, event, effects)
+
+    def note(self, now: float, text: str) -> None:
+        """Record something that the world did."""
+        self._pending += struct.pack("<d", now) + text.encode()
+        if self._log is not None:
+            self._log.write(f"{now:11.6f} *** {text}\n")
+
+    def digest(self) -> str:
+        """Return the hash of everything so far."""
+        self._hash.update(self._pending)
+        self._pending.clear()
+        return self._hash.hexdigest()
+
+    # --- for people -----------------------------------------------------------------------
+
+    def _tell(
+        self, log: TextIO, now: float, process: Process, event: Event, effects: list[Effect]
+    ) -> None:
+        log.write(f"{now:11.6f} {process.name:<8} {self._words(event)}\n")
+        for effect in effects:
+            log.write(f"{'':20}   -> {self._words(effect)}\n")
+
+    def _words(self, thing: object) -> str:
+        if isinstance(thing, msgspec.Struct):
+            fields = (
+                f"{name}={self._words(getattr(thing, name))}"
+                for name in thing.__struct_fields__
+                if name not in _HIDDEN
+            )
+            return f"{type(thing).__name__}({', '.join(fields)})"
+        if isinstance(thing, bytes):
+            return self._name(thing) if len(thing) == 32 else short(thing)
+        if isinstance(thing, float):
+            return f"{thing:.6g}"
+        if isinstance(thing, Enum):
+            return thing.name.lower()
+        if isinstance(thing, tuple):
+            items: tuple[object, ...] = thing  # type: ignore[assignment]
+            shown = ", ".join(self._words(item) for item in items[:16])
+            return f"({shown}{', …' if len(items) > 16 else ''})"
+        return repr(thing)

@@ -1,0 +1,547 @@
+"""The simulated world: a driver of nodes on a virtual network, with one clock.
+
+It holds nodes exactly as `moshpit.runtime` does (`handle`, ``wakeup``, effects in order) and
+knows nothing of what they say to each other. Everything random comes from generators that are
+seeded by what they are for, so that a fault more does not change the network's dice.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from moshpit.protocol.machine import (
+    Accumulate,
+    AccumulateOwn,
+    AveragingDue,
+    AveragingEnded,
+    BeginAveraging,
+    CancelSends,
+    ChunkArrived,
+    CloseRound,
+    Effect,
+    Emit,
+    Event,
+    Finalize,
+    GroupReady,
+    Leave,
+    LinkUp,
+    Received,
+    ResetSum,
+    RoundEnded,
+    SeekFailed,
+    Send,
+    SendContribution,
+    SendResult,
+    TakeResult,
+    Tick,
+)
+from moshpit.protocol.node import Node
+from moshpit.sim.checkers import Checkers
+from moshpit.sim.faults import Faults
+from moshpit.sim.network import Network, Wiring
+from moshpit.sim.process import Host, Process, peer_id
+from moshpit.sim.scenario import Scenario
+from moshpit.sim.schedule import Schedule
+from moshpit.sim.signer import SIM_ADMISSION, SimSigner
+from moshpit.sim.store import Contribution, Mean, Payload
+from moshpit.sim.trace import Trace
+from moshpit.sim.trainer import SCHEMA, Job, Phase, Trainer
+from moshpit.types import GroupId, PeerId, Role, short
+from moshpit.wire.framing import ChunkHeader, ChunkKind
+from moshpit.wire.messages import Difference, Gossip, Join, JoinRefused, PeerRecord, Refusal
+
+PORT = 7000
+FIRST_ADDRESSES = 3  # how many a ticket names
+JOIN_AGAIN_S = 2.0  # as a person's script would try
+LEAVE_S = 1.0  # between saying goodbye and the end of the process
+POLL_S = 0.25  # how often the end of the run is looked for
+SPINS_MAX = 100  # ticks in a row after which a node still wants another at once
+_MBIT = 1e6 / 8
+
+
+class World:
+    """One run of a scenario under one seed.
+
+    Args:
+        scenario: what happens.
+        seed: the source of all randomness.
+        log: where to write the readable trace.
+    """
+
+    def __init__(self, scenario: Scenario, seed: int, log: TextIO | None = None) -> None:
+        self.schedule = Schedule()
+        self.scenario = scenario
+        self.config = scenario.config()
+        self.hosts: list[Host] = []
+        self.processes: list[Process] = []
+        self.top_epoch = 0
+        self.finished = False
+        self._seed = seed
+        self._rng = self._generator("world")
+        self._by_peer: dict[PeerId, Process] = {}
+        self._keys = 0
+        self._open: dict[GroupId, int] = {}
+        self._payload: Payload | None = None
+        self._spins: dict[int, int] = {}
+        self.trace = Trace(log, self._name)
+        self.checkers = Checkers(scenario.checks, self.config, scenario.swarm.peers)
+        self.network = Network(
+            self.schedule, self.hosts, self._wiring(), self._generator("network"), self._hand
+        )
+        self.network.on_join_failed = self._join_failed
+        work = scenario.work
+        self._job = Job(
+            work.chunks, work.vector_bytes, work.drift, work.report_s, work.mode == "average"
+        )
+        self._chunk_bytes = max(1, work.vector_bytes // work.chunks)
+        self._target = self._target_samples()
+        self._actions: dict[type, Callable[[Process, Any], None]] = {
+            Send: self._send,
+            Emit: self._ignore,
+            GroupReady: self._group_ready,
+            SeekFailed: self._ignore,
+            SendContribution: self._send_contribution,
+            Accumulate: self._accumulate,
+            AccumulateOwn: self._accumulate_own,
+            ResetSum: self._reset_sum,
+            Finalize: self._finalize,
+            SendResult: self._send_result,
+            TakeResult: self._take_result,
+            CancelSends: self._cancel_sends,
+            RoundEnded: self._round_ended,
+            CloseRound: self._close_round,
+            AveragingDue: self._averaging_due,
+            AveragingEnded: self._averaging_ended,
+        }
+        self.faults = Faults(scenario.faults, scenario.churn, self._generator("faults"), self)
+
+    def _generator(self, purpose: str) -> random.Random:
+        return random.Random(f"{self._seed}/{purpose}")
+
+    def _wiring(self) -> Wiring:
+        wires = self.scenario.network
+        near, far = (ms / 1000.0 for ms in wires.latency_ms)
+        rng = self._generator("regions")
+        places = [(rng.random(), rng.random()) for _ in range(wires.regions)]
+        latency_s = tuple(
+            tuple(near + (far - near) * math.dist(a, b) / math.sqrt(2.0) for b in places)
+            for a in places
+        )
+        return Wiring(
+            latency_s,
+            wires.jitter_ms / 1000.0,
+            wires.loss,
+            wires.silence_s,
+            self.config.transport.dial_timeout_s,
+            wires.handshake_ms / 1000.0,
+        )
+
+    def _target_samples(self) -> float:
+        work = self.scenario.work
+        if work.mode == "average":
+            return 0.0
+        expected = self.scenario.swarm.peers * (1.0 - self.scenario.swarm.aux_share)
+        return work.target_samples or work.epoch_s * work.rate_median * expected
+
+    def _name(self, peer: bytes) -> str:
+        process = self._by_peer.get(PeerId(peer))
+        return process.name if process is not None else short(peer)
+
+    # --- running --------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run to the end: all epochs and then the drain, or the time limit."""
+        swarm, checks = self.scenario.swarm, self.scenario.checks
+        plain = [self.new_host() for _ in range(swarm.peers)]
+        spread = 0.0 if swarm.start == "warm" else swarm.join_spread_s
+        for host in plain:
+            when = spread * self._rng.random() if host.index else 0.0
+            self.schedule.at(when, self._first_start, host)
+        if swarm.start == "warm":
+            self.schedule.at(0.0, self._warm_up)
+        self.faults.epoch_reached(0)
+        self.schedule.at(POLL_S, self._poll)
+        self.finished = self.schedule.run(checks.time_limit_s)
+        if self.finished:
+            self.schedule.run(self.schedule.now + checks.drain_s)
+        self.checkers.finish(
+            self.schedule.now, self.living(), self.faults.healed_epoch, self.finished
+        )
+
+    def _poll(self, _x: None, _y: None) -> None:
+        goal = self.scenario.swarm.epochs
+        if self.faults.pending == 0 and all(p.node.epoch >= goal for p in self.living()):
+            self.schedule.stop()
+        else:
+            self.schedule.at(self.schedule.now + POLL_S, self._poll)
+
+    def living(self) -> list[Process]:
+        """Return the processes that are alive and mean to stay, oldest first."""
+        hosts = (host.process for host in self.hosts)
+        return [p for p in hosts if p is not None and p.alive and not p.leaving]
+
+    # --- hosts and processes --------------------------------------------------------------
+
+    def new_host(self) -> Host:
+        """Put up another machine."""
+        rng, wires = self._rng, self.scenario.network
+        index = len(self.hosts)
+        host = Host(
+            index,
+            rng.randrange(wires.regions),
+            rng.uniform(*wires.up_mbit) * _MBIT,
+            rng.uniform(*wires.down_mbit) * _MBIT,
+            index > 0 and rng.random() < self.scenario.swarm.nat_share,
+        )
+        self.hosts.append(host)
+        return host
+
+    def _first_start(self, host: Host, _: None) -> None:
+        self.start(host, same_key=False)
+
+    def start(self, host: Host, *, same_key: bool) -> None:
+        """Start a process on a host, with its last key or a new one."""
+        if host.process is not None:
+            return
+        last = next((p for p in reversed(self.processes) if p.host is host), None)
+        if same_key and last is not None:
+            peer, role = last.peer, last.role
+        else:
+            peer, role = peer_id(self._seed, self._keys), self._role(host)
+            self._keys += 1
+        index = len(self.processes)
+        now = self.schedule.now
+        process = Process(index, peer, host, role, now, self._rng.uniform(0.0, 1000.0))
+        record = self._record(process)
+        process.node = Node(
+            SimSigner(peer), record, self.config, self._generator(f"node/{index}"),
+            process.clock + now, self._target,
+        )  # fmt: skip
+        process.trainer = self._trainer(process)
+        host.process = process
+        self.processes.append(process)
+        self._by_peer[peer] = process
+        self.trace.note(now, f"{process.name} starts ({role.value}, key {short(peer)})")
+        self.faults.born(process)
+        self._arm(process)
+        if self.scenario.swarm.start == "join" or now > 0.0:
+            self._join(process, None)
+        process.trainer.work()
+
+    def _role(self, host: Host) -> Role:
+        if host.nat:
+            return Role.CLIENT
+        if host.index and self._rng.random() < self.scenario.swarm.aux_share:
+            return Role.AUX
+        return Role.WORKER
+
+    def _record(self, process: Process) -> PeerRecord:
+        host = process.host
+        return PeerRecord(
+            peer=process.peer,
+            incarnation=1,
+            version=1,
+            role=process.role.value,
+            addresses=() if host.nat else ((f"h{host.index}", PORT),),
+            via=(),
+            up=host.up,
+            down=host.down,
+            schema=SCHEMA if process.role.trains else b"",
+            epoch=0,
+            samples=0.0,
+            rate=0.0,
+            group_key=(),
+            step_s=0.0,
+            left=False,
+            admission=SIM_ADMISSION,
+        )
+
+    def _trainer(self, process: Process) -> Trainer:
+        work, host = self.scenario.work, process.host
+        rng = self._generator(f"trainer/{process.index}")
+        step_s = rng.uniform(*work.step_s)
+        rate = work.rate_median * math.exp(rng.gauss(0.0, work.rate_sigma))
+        batch = rate * step_s if process.role.trains else 0.0
+
+        def hand(event: Event) -> None:
+            self._hand(process, event, None)
+
+        return Trainer(self._job, self.schedule, rng, hand, batch, step_s, lambda: host.slow)
+
+    def _join(self, process: Process, _: None) -> None:
+        """Dial the first addresses, as a ticket names them."""
+        if not process.alive or process.links:
+            return
+        others = [p.host for p in self.living() if p is not process and not p.host.nat]
+        for host in self._rng.sample(others, min(FIRST_ADDRESSES, len(others))):
+            self.network.join(process, host)
+        if not others:
+            self._join_failed(process)
+
+    def _join_failed(self, process: Process) -> None:
+        self.schedule.at(self.schedule.now + JOIN_AGAIN_S, self._join, process)
+
+    def _warm_up(self, _x: None, _y: None) -> None:
+        """Give every node every record, as one long exchange of views would."""
+        records = tuple(process.node.view.me for process in self.processes)
+        first = self.processes[0]
+        for process in self.processes:
+            teller = first if process is not first else self.processes[-1]
+            self._hand(process, Received(teller.peer, Difference(Gossip(records))), None)
+
+    def kill(self, process: Process, *, dark: bool) -> None:
+        """End a process, and its machine's power where ``dark``."""
+        process.alive = False
+        process.died = self.schedule.now
+        process.trainer.stop()
+        process.host.dark = dark
+        process.host.process = None
+        self.network.process_died(process)
+        self.checkers.died(process)
+        for group in process.store.rounds:
+            self._release(group)
+        process.store.rounds.clear()
+        process.inbox.clear()
+
+    def leave(self, process: Process) -> None:
+        """Let a process say goodbye and end soon after."""
+        if process.leaving or not process.alive:
+            return
+        process.leaving = True
+        process.trainer.stop()
+        self._hand(process, Leave(), None)
+        self.schedule.at(self.schedule.now + LEAVE_S, self._left, process)
+
+    def _left(self, process: Process, _: None) -> None:
+        if process.alive:
+            self.kill(process, dark=False)
+
+    def pause(self, process: Process) -> None:
+        """Stop a process as SIGSTOP does."""
+        process.paused = True
+        process.trainer.stop()
+
+    def resume(self, process: Process, seconds: float) -> None:
+        """Continue a process: what has come meanwhile, and its overdue timer, in any order."""
+        if not process.alive or not process.paused:
+            return
+        process.paused = False
+        self.checkers.paused(process, seconds)
+        inbox, process.inbox = process.inbox, []
+        tick_first = self._rng.random() < 0.5
+        if tick_first:
+            self._handle(process, Tick(), None)
+        for event, payload in inbox:
+            self._handle(process, event, payload)
+        if not tick_first:
+            self._handle(process, Tick(), None)
+        process.trainer.resume(seconds)
+
+    def corrupt(self, process: Process, how: str) -> None:
+        """Break what a process sends."""
+        process.corrupt = how
+        if how:
+            self.checkers.corrupting(process)
+
+    def separate(self, hosts: list[Host], number: int) -> None:
+        """Cut hosts off from all others."""
+        for host in hosts:
+            host.sides = (*host.sides, (number, 1))
+        self.network.cut(self._running())
+
+    def unite(self, number: int) -> None:
+        """End a partition."""
+        for host in self.hosts:
+            host.sides = tuple(side for side in host.sides if side[0] != number)
+        self.network.healed(self._running())
+
+    def _running(self) -> list[Process]:
+        return [host.process for host in self.hosts if host.process is not None]
+
+    def note(self, text: str) -> None:
+        """Write a line into the trace."""
+        self.trace.note(self.schedule.now, text)
+
+    # --- events ---------------------------------------------------------------------------
+
+    def _hand(self, process: Process, event: Event, payload: Payload | None) -> None:
+        if process.paused:
+            process.inbox.append((event, payload))
+        elif process.alive:
+            self._handle(process, event, payload)
+
+    def _handle(self, process: Process, event: Event, payload: Payload | None) -> None:
+        now = self.schedule.now
+        clock = now + process.offset
+        if clock < process.clock:
+            clock = process.clock
+        process.clock = clock
+        node = process.node
+        kind = type(event)
+        if kind is BeginAveraging:
+            process.store.vector = list(process.trainer.values)
+            self.checkers.began(now, process, node.epoch, event, process.store.vector)  # type: ignore[arg-type]
+        effects = node.handle(event, clock)
+        self.trace.event(now, process, event, effects)
+        if kind is ChunkArrived:
+            accumulated = any(type(effect) is Accumulate for effect in effects)
+            self.checkers.received_chunk(now, process, event, accumulated)  # type: ignore[arg-type]
+        elif kind is Received and type(event.message) is Join:  # type: ignore[union-attr]
+            self.checkers.received_join(now, process, event.peer, effects)  # type: ignore[union-attr]
+        if effects:
+            self._payload = payload
+            actions = self._actions
+            for effect in effects:
+                actions[type(effect)](process, effect)
+        self._arm(process)
+
+    def _arm(self, process: Process) -> None:
+        """Schedule the next tick, unless an earlier one is scheduled anyway."""
+        wakeup = process.node.wakeup
+        if wakeup is None:
+            return
+        due = max(wakeup - process.offset, self.schedule.now)
+        if process.timer is None or due < process.timer:
+            process.timer = due
+            self.schedule.at(due, self._tick, process, due)
+
+    def _tick(self, process: Process, due: float) -> None:
+        if process.timer != due or not process.alive:
+            return
+        process.timer = None
+        if process.paused:
+            return
+        wakeup = process.node.wakeup
+        if wakeup is None:
+            return
+        clock = self.schedule.now + process.offset
+        if wakeup > clock + 1e-9:
+            self._arm(process)
+            return
+        process.clock = max(process.clock, wakeup)  # what rounding took from the offset
+        self._handle(process, Tick(), None)
+        self._judge_spin(process)
+
+    def _judge_spin(self, process: Process) -> None:
+        wakeup = process.node.wakeup
+        if wakeup is None or wakeup > process.clock:
+            self._spins.pop(process.index, None)
+            return
+        spins = self._spins[process.index] = self._spins.get(process.index, 0) + 1
+        if spins > SPINS_MAX:
+            text = f"wants ticks without end (wake-up {wakeup}, clock {process.clock})"
+            self.checkers.fail("L1", self.schedule.now, process, text)
+            self.kill(process, dark=False)
+
+    # --- effects --------------------------------------------------------------------------
+
+    def _ignore(self, process: Process, effect: Effect) -> None:
+        pass
+
+    def _send(self, process: Process, effect: Send) -> None:
+        message = effect.message
+        if type(message) is Refusal or type(message) is JoinRefused:
+            self.checkers.sent(self.schedule.now, process, message)
+        self.network.send(process, effect.peer, message)
+
+    def _group_ready(self, process: Process, effect: GroupReady) -> None:
+        group = GroupId(effect.formed.group)
+        round_ = process.store.open(group, effect.seat)
+        self._open[group] = self._open.get(group, 0) + 1
+        self.checkers.group_ready(self.schedule.now, process, effect.formed, round_)
+        self.faults.group_formed(effect.formed.key.epoch)
+
+    def _send_contribution(self, process: Process, effect: SendContribution) -> None:
+        round_ = process.store.rounds[effect.group]
+        fault, size, mass = process.corrupt, self._chunk_bytes, effect.mass
+        if fault == "bad-mass":
+            fault, mass = "", math.nan
+        elif fault == "wrong-size":
+            size += 1
+        header = ChunkHeader(
+            ChunkKind.CONTRIBUTION, effect.ballot, effect.chunk, size, 0, effect.group, mass, 0
+        )
+        payload = Contribution(round_.seat, round_.local[effect.chunk])
+        event = ChunkArrived(process.peer, header, fault)
+        self.network.send_chunk(process, effect.peer, event, payload)
+
+    def _accumulate(self, process: Process, effect: Accumulate) -> None:
+        payload = self._payload
+        if type(payload) is not Contribution:
+            self._misuse(process, effect, "no contribution has arrived")
+            return
+        round_ = process.store.rounds[effect.group]
+        round_.add(effect.chunk, payload.seat, payload.value, effect.mass)
+
+    def _accumulate_own(self, process: Process, effect: AccumulateOwn) -> None:
+        round_ = process.store.rounds[effect.group]
+        round_.add(effect.chunk, round_.seat, round_.local[effect.chunk], effect.mass)
+
+    def _reset_sum(self, process: Process, effect: ResetSum) -> None:
+        process.store.rounds[effect.group].reset(effect.chunk)
+
+    def _finalize(self, process: Process, effect: Finalize) -> None:
+        round_ = process.store.rounds[effect.group]
+        self.checkers.finalize(self.schedule.now, process, effect, round_)
+        mean = round_.finalize(effect.chunk, effect.ballot, effect.mass, effect.seats)
+        self.checkers.mean(self.schedule.now, process, effect.group, effect.chunk, mean)
+
+    def _send_result(self, process: Process, effect: SendResult) -> None:
+        mean = process.store.rounds[effect.group].means.get(effect.chunk)
+        if mean is None:
+            self._misuse(process, effect, "sends a result that it does not hold")
+            return
+        header = ChunkHeader(
+            ChunkKind.RESULT, effect.ballot, effect.chunk, self._chunk_bytes, 0, effect.group,
+            effect.mass, effect.seats,
+        )  # fmt: skip
+        self.network.send_chunk(process, effect.peer, ChunkArrived(process.peer, header, ""), mean)
+
+    def _take_result(self, process: Process, effect: TakeResult) -> None:
+        payload = self._payload
+        if type(payload) is not Mean:
+            self._misuse(process, effect, "no result has arrived")
+            return
+        process.store.rounds[effect.group].means[effect.chunk] = payload
+        self.checkers.mean(self.schedule.now, process, effect.group, effect.chunk, payload)
+
+    def _misuse(self, process: Process, effect: Effect, text: str) -> None:
+        self.checkers.fail("S1", self.schedule.now, process, f"{effect}: {text}")
+
+    def _cancel_sends(self, process: Process, effect: CancelSends) -> None:
+        self.network.cancel(process, effect.peer, effect.group)
+
+    def _round_ended(self, process: Process, effect: RoundEnded) -> None:
+        report = effect.report
+        round_ = process.store.rounds[report.group]
+        absent = process.store.adopt(round_, report.missing)
+        self.checkers.round_ended(self.schedule.now, process, report, round_, absent)
+
+    def _close_round(self, process: Process, effect: CloseRound) -> None:
+        self.checkers.closed(self.schedule.now, process, effect.group)
+        if process.store.rounds.pop(effect.group, None) is not None:
+            self._release(effect.group)
+
+    def _release(self, group: GroupId) -> None:
+        self._open[group] -= 1
+        if not self._open[group]:
+            del self._open[group]
+            self.checkers.forget(group)
+
+    def _averaging_due(self, process: Process, effect: AveragingDue) -> None:
+        if not process.leaving:
+            process.trainer.due(effect.epoch)
+
+    def _averaging_ended(self, process: Process, effect: AveragingEnded) -> None:
+        now, report = self.schedule.now, effect.report
+        if not report.stale:
+            process.trainer.values = list(process.store.vector)
+        self.checkers.averaging_ended(now, process, report, process.trainer.values)
+        if effect.next_epoch > self.top_epoch:
+            self.top_epoch = effect.next_epoch
+            self.faults.epoch_reached(self.top_epoch)
+        if process.trainer.phase is Phase.AVERAGING and not process.leaving:
+            process.trainer.work()
