@@ -1,0 +1,350 @@
+"""What a peer believes of the others, and how it lets itself be convinced.
+
+The part of `Membership` that judges and merges what arrives, keeps suspicions and deaths, and
+defends the peer's own record. It sends almost nothing by itself: it fills the queue of rumours
+and says whether they are urgent.
+
+A record is taken only if it is newer, by (incarnation, version), than what is known; only then
+is it judged (`judge`), its admission checked and its signature verified, so that hearing what
+is known costs next to nothing. Only its own peer can make a newer record, so nobody can raise
+another's incarnation; and a rumour, which its subject has not signed, counts only for the very
+incarnation that is known here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+from math import inf, log10
+from typing import Any, Final
+
+import msgspec
+
+from moshpit.config import MembershipConfig
+from moshpit.errors import ConfigError
+from moshpit.events import Notice
+from moshpit.protocol.gossip import Rumor, Rumors, gossip_of, suspicion_of
+from moshpit.protocol.judge import COUNTER_MAX, record_flaw, suspicion_flaw
+from moshpit.protocol.machine import Effect, Emit, Send, Signer
+from moshpit.protocol.view import Entry, LiveView, Status
+from moshpit.types import PeerId
+from moshpit.wire.messages import Gossip, News, PeerRecord, Suspicion
+
+SPREAD_MAX: Final = 96  # guess: longer lists of records are not passed on as rumours
+REFUSALS_PER_MESSAGE_MAX: Final = 8  # guess: notices about one message
+ACCUSERS_MAX: Final = 4  # guess: names kept of those who suspect a peer
+
+_URGENT = ("incarnation", "role", "addresses", "via", "schema", "left")
+_EXTRAPOLATED = ("samples", "rate", "step_s")
+
+
+class Roster:
+    """Beliefs about all peers (see the module). Effects collect in `out`."""
+
+    def __init__(
+        self, signer: Signer, record: PeerRecord, config: MembershipConfig, now: float
+    ) -> None:
+        _check_own(record)
+        if record.peer != signer.peer:
+            raise ConfigError("the record is of another peer than the key")
+        self._signer = signer
+        self._config = config
+        self.me: Final = signer.peer
+        self.view = LiveView(signer.sign_message(record), now)
+        self.rumors = Rumors(config.retransmit_multiplier, config.rumors_per_message_max)
+        self.out: list[Effect] = []
+        self.urgent = False
+        """Something in the queue should not wait for the next probe."""
+        self.accused: dict[PeerId, None] = {}
+        """Suspects whose suspicion rests on this peer's own probes."""
+        self._trials: list[tuple[float, PeerId]] = []  # heap of (deadline of a suspicion, whom)
+        self.graves: deque[tuple[float, PeerId]] = deque()
+        """When which peer died or left, in order; may hold some that came back since."""
+        self._refusals = 0
+        self.rumors.add(self.view.me)
+
+    # --- what arrives ---------------------------------------------------------------------
+
+    def merge(self, sender: PeerId, gossip: Gossip, now: float) -> None:
+        """Take in what a peer tells."""
+        self._refusals = 0
+        spread = len(gossip.records) <= SPREAD_MAX
+        for record in gossip.records:
+            self.merge_record(sender, record, now, spread)
+        for suspicion in gossip.suspicions:
+            self._merge_suspicion(sender, suspicion, now)
+
+    def merge_record(self, sender: PeerId, record: PeerRecord, now: float, spread: bool) -> None:
+        """Take in one record."""
+        entry = self.view.entries.get(record.peer)
+        if entry is not None:
+            known = entry.record
+            if known is record or (
+                known.incarnation == record.incarnation and known.version == record.version
+            ):
+                if record.peer == self.me:
+                    self._defend_record(sender, record, now)
+                elif record.peer == sender and record != known:
+                    self.tell(entry, now)
+                else:
+                    self.rumors.heard(record.peer, False)
+                return
+            if (record.incarnation, record.version) < (known.incarnation, known.version):
+                if record.peer == sender:
+                    self.tell(entry, now)
+                return
+            if record.peer == self.me:
+                self._defend_record(sender, record, now)
+                return
+            if not entry.status.live and record.incarnation <= known.incarnation:
+                if record.peer == sender:
+                    self.tell(entry, now)
+                return
+        flaw = self._flaw(record, entry)
+        if flaw is not None:
+            self.refuse(sender, flaw)
+        elif entry is None:
+            self._join(record, now, spread)
+        else:
+            self._renew(entry, record, now, spread)
+
+    def _flaw(self, record: PeerRecord, entry: Entry | None) -> str | None:
+        flaw = record_flaw(record)
+        if flaw is not None:
+            return flaw
+        if entry is None and len(self.view.entries) >= self._config.peers_max:
+            return "too many peers"
+        known = None if entry is None else entry.record
+        # Whoever was admitted once stays so: an invite may expire in the middle of a run.
+        if (
+            known is None or known.admission != record.admission or known.role != record.role
+        ) and not self._signer.admitted(record):
+            return "not admitted"
+        if not self._signer.verify_message(record, record.peer):
+            return "bad signature"
+        return None
+
+    def refuse(self, sender: PeerId, detail: str) -> None:
+        """Blame a peer for what it sent."""
+        self._refusals += 1
+        if self._refusals <= REFUSALS_PER_MESSAGE_MAX:
+            self.out.append(Emit(Notice("refused", sender, detail)))
+
+    def _join(self, record: PeerRecord, now: float, spread: bool) -> None:
+        if record.left:
+            return
+        entry = self.view.add(record, now)
+        self._say("peer-joined", entry)
+        if spread:
+            self.rumors.add(record)
+            self.urgent = True
+
+    def _renew(self, entry: Entry, record: PeerRecord, now: float, spread: bool) -> None:
+        old = entry.record
+        self.view.renew(entry, record, now)
+        if record.left:
+            if entry.status.live:
+                self._bury(entry, Status.LEFT, now)
+                self._say("peer-left", entry)
+        elif entry.status is not Status.ALIVE and record.incarnation > old.incarnation:
+            self._acquit(entry, now)
+        if spread:
+            self.rumors.add(record)
+            self.urgent |= any(getattr(old, name) != getattr(record, name) for name in _URGENT)
+
+    def _merge_suspicion(self, sender: PeerId, rumor: Suspicion, now: float) -> None:
+        flaw = suspicion_flaw(rumor)
+        if flaw is not None:
+            self.refuse(sender, flaw)
+            return
+        entry = self.view.entries.get(rumor.peer)
+        if entry is None:
+            return
+        incarnation = entry.record.incarnation
+        if rumor.peer == self.me:
+            if rumor.incarnation == incarnation:
+                self._rise(incarnation + 1, now)
+            if rumor.incarnation <= incarnation:
+                self._answer(sender, (self.view.me,))
+            return
+        if rumor.incarnation != incarnation or not entry.status.live:
+            if entry.status is Status.DEAD and rumor.incarnation == incarnation:
+                self.rumors.heard(rumor.peer, True)
+            return
+        if rumor.dead or self._witnessed(entry, rumor.by, now):
+            self.declare_dead(entry, rumor.by, now)
+        elif entry.status is Status.ALIVE:
+            self.suspect(entry, rumor.by, now, first_hand=False)
+        else:
+            self.rumors.heard(rumor.peer, True)
+            if rumor.by not in entry.accusers and len(entry.accusers) < ACCUSERS_MAX:
+                entry.accusers += (rumor.by,)
+
+    def _witnessed(self, entry: Entry, by: bytes, now: float) -> bool:
+        """Whether somebody else's suspicion confirms a refused connection seen here."""
+        return by != self.me and self.refused_lately(entry, now)
+
+    def refused_lately(self, entry: Entry, now: float) -> bool:
+        """Whether the peer's machine said a moment ago that nobody listens there."""
+        return entry.cut and now - entry.refused_at <= 4 * self._config.probe_timeout_s
+
+    # --- beliefs --------------------------------------------------------------------------
+
+    def heard(self, peer: PeerId, now: float) -> Entry | None:
+        """Note a sign of life from a peer itself; return what is known of it."""
+        entry = self.view.entries.get(peer)
+        if entry is None or (entry.status is Status.ALIVE and not entry.cut):
+            return entry
+        self.view.cut(entry, False)
+        entry.refused_at = -inf
+        if entry.status is Status.SUSPECT:
+            self.doubt(entry, now)
+        elif entry.status is Status.DEAD:
+            self.tell(entry, now)
+        return entry
+
+    def doubt(self, entry: Entry, now: float) -> None:
+        """A suspect gave a sign of life: it is given time anew to refute."""
+        entry.first_hand = False
+        self.accused.pop(PeerId(entry.record.peer), None)
+        self._try(entry, now)
+
+    def suspect(self, entry: Entry, by: bytes, now: float, first_hand: bool) -> None:
+        """Believe that a peer may be dead."""
+        if entry.status is Status.ALIVE:
+            self.view.mark(entry, Status.SUSPECT, now)
+            entry.accusers = (by,)
+            self._say("peer-suspected", entry, by)
+            self._try(entry, now)
+            self.rumors.add(suspicion_of(entry, by))
+        if first_hand:
+            entry.first_hand = True
+            self.accused[PeerId(entry.record.peer)] = None
+            self._answer(PeerId(entry.record.peer), (suspicion_of(entry, by),))
+
+    def declare_dead(self, entry: Entry, by: bytes, now: float) -> None:
+        """Believe that a peer is dead."""
+        self._bury(entry, Status.DEAD, now)
+        self._say("peer-dead", entry, by)
+        self.rumors.drop(entry.record.peer, False)
+        self.rumors.add(suspicion_of(entry, by))
+        self.urgent = True
+
+    def _bury(self, entry: Entry, status: Status, now: float) -> None:
+        peer = PeerId(entry.record.peer)
+        self.accused.pop(peer, None)
+        self.rumors.drop(peer, True)
+        self.view.mark(entry, status, now)
+        self.graves.append((now, peer))
+
+    def _acquit(self, entry: Entry, now: float) -> None:
+        peer = PeerId(entry.record.peer)
+        self.accused.pop(peer, None)
+        self.rumors.drop(peer, True)
+        self.view.mark(entry, Status.ALIVE, now)
+        self._say("peer-back", entry)
+
+    def _try(self, entry: Entry, now: float) -> None:
+        config = self._config
+        peers = len(self.view.live)
+        patience = config.suspicion_multiplier * log10(peers + 1) * config.probe_interval_s
+        entry.deadline = now + patience
+        heappush(self._trials, (entry.deadline, PeerId(entry.record.peer)))
+
+    @property
+    def wakeup(self) -> float:
+        """When a suspicion ends or a dead peer is to be forgotten; may be too early."""
+        trial = self._trials[0][0] if self._trials else inf
+        grave = self.graves[0][0] + self._config.dead_kept_s if self.graves else inf
+        return min(trial, grave)
+
+    def ripe(self, now: float) -> list[Entry]:
+        """Return the suspects whose time to refute is over."""
+        ripe: list[Entry] = []
+        while self._trials and self._trials[0][0] <= now:
+            deadline, peer = heappop(self._trials)
+            entry = self.view.entries.get(peer)
+            if entry is not None and entry.deadline == deadline:
+                entry.deadline = inf
+                ripe.append(entry)
+        return ripe
+
+    def bury_for_good(self, now: float) -> None:
+        """Forget those who have been dead for long."""
+        while self.graves and self.graves[0][0] + self._config.dead_kept_s <= now:
+            since, peer = self.graves.popleft()
+            entry = self.view.entries.get(peer)
+            if entry is not None and not entry.status.live and entry.since == since:
+                self.view.forget(entry)
+
+    def _say(self, code: str, entry: Entry, by: bytes | None = None) -> None:
+        detail = "" if by is None or by == self.me else f"by {bytes(by).hex()[:8]}"
+        self.out.append(Emit(Notice(code, PeerId(entry.record.peer), detail)))
+
+    # --- telling those concerned ----------------------------------------------------------
+
+    def about(self, peer: PeerId) -> tuple[Rumor, ...]:
+        """Return what a peer must hear that is believed here to be dead, or older or newer."""
+        entry = self.view.entries.get(peer)
+        if entry is None or entry.status is Status.ALIVE:
+            return ()
+        if entry.status is Status.LEFT:
+            return (entry.record,)
+        return (suspicion_of(entry, self.me),)
+
+    def tell(self, entry: Entry, now: float) -> None:
+        """Show a peer the record of it that is known here, so that it can go above it."""
+        if now - entry.told_at >= self._config.probe_timeout_s:
+            entry.told_at = now
+            peer = PeerId(entry.record.peer)
+            self._answer(peer, (entry.record, *self.about(peer)))
+
+    def _answer(self, peer: PeerId, rumors: tuple[Rumor, ...]) -> None:
+        message = News(gossip_of(rumors))
+        # A message can hold the same claim many times; one answer will do.
+        if not (self.out and self.out[-1] == Send(peer, message)):
+            self.out.append(Send(peer, message))
+
+    # --- the own record -------------------------------------------------------------------
+
+    def _defend_record(self, sender: PeerId, record: PeerRecord, now: float) -> None:
+        """A record of this very peer that it did not make: it is from an earlier life."""
+        if record is self.view.me or record == self.view.me:
+            self.rumors.heard(self.me, False)
+            return
+        flaw = record_flaw(record)
+        if flaw is None and not self._signer.verify_message(record, self.me):
+            flaw = "bad signature"
+        if flaw is not None:
+            self.refuse(sender, flaw)
+            return
+        self._rise(record.incarnation + 1, now)
+
+    def _rise(self, incarnation: int, now: float) -> None:
+        if incarnation < COUNTER_MAX:
+            self._sign(now, incarnation=incarnation)
+            self.urgent = True
+
+    def publish(self, now: float, fields: dict[str, Any]) -> bool:
+        """Change the own record; return whether it is another now."""
+        me = self.view.me
+        changed = {name: value for name, value in fields.items() if getattr(me, name) != value}
+        if not changed:
+            return False
+        _check_own(msgspec.structs.replace(me, **changed))
+        self._sign(now, **changed)
+        self.urgent |= any(name not in _EXTRAPOLATED for name in changed)
+        return True
+
+    def _sign(self, now: float, **fields: Any) -> None:
+        me = self.view.me
+        record = msgspec.structs.replace(me, version=me.version + 1, **fields)
+        entry = self.view.entries[self.me]
+        self.view.renew(entry, self._signer.sign_message(record), now)
+        self.rumors.add(self.view.me)
+
+
+def _check_own(record: PeerRecord) -> None:
+    flaw = record_flaw(record)
+    if flaw is not None:
+        raise ConfigError(f"nobody would believe this peer's record: {flaw}")

@@ -1,0 +1,193 @@
+"""The picture of the swarm: one entry per peer, kept sorted, summed up in a digest.
+
+`LiveView` implements `moshpit.protocol.machine.View` for the other machines; `Membership`
+alone changes it. Everything that is asked often is kept, not computed: the sorted ids, the
+generation, and for the digest one hash per bucket of ids (the exclusive or of a hash per live
+record), so that a change costs the same in a swarm of ten as in one of ten thousand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+from typing import Final
+
+from moshpit.types import PeerId
+from moshpit.wire.messages import PeerRecord
+
+BUCKETS: Final = 64  # by the first 6 bits of the id; guess: 16 records each at N=1000
+HASH_BYTES: Final = 8
+
+
+class Status(StrEnum):
+    """What is believed of a peer."""
+
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    """It did not answer; it counts as live until it had time to refute."""
+    DEAD = "dead"
+    LEFT = "left"
+
+    @property
+    def live(self) -> bool:
+        return self is Status.ALIVE or self is Status.SUSPECT
+
+
+@dataclass(slots=True)
+class Entry:
+    """What is known of one peer. ``record`` is always the newest that was accepted."""
+
+    record: PeerRecord
+    status: Status
+    since: float
+    """When the status began."""
+    at: float
+    """When the record came."""
+    hash: int
+    cut: bool = False
+    """Not to be had from here right now."""
+    refused_at: float = -inf
+    """When its machine last said that nobody listens."""
+    deadline: float = inf
+    """Of a suspicion."""
+    first_hand: bool = False
+    """This peer's own probe failed, so its suspicion does not rest on hearsay."""
+    accusers: tuple[bytes, ...] = ()
+    told_at: float = -inf
+    """When it was last told what is believed of it here."""
+
+
+def bucket_of(peer: bytes) -> int:
+    """Return the digest bucket of a peer."""
+    return peer[0] >> 2
+
+
+def _hash(record: PeerRecord) -> int:
+    triple = b"%b%x.%x" % (record.peer, record.incarnation, record.version)
+    return int.from_bytes(hashlib.blake2b(triple, digest_size=HASH_BYTES).digest(), "little")
+
+
+class LiveView:
+    """One peer's view of the swarm (see the module)."""
+
+    def __init__(self, me: PeerRecord, now: float) -> None:
+        self.generation = 0
+        self.entries: dict[bytes, Entry] = {}
+        self._live: list[PeerId] = []
+        self._ids: list[PeerId] = []
+        self._hashes = [0] * BUCKETS
+        self._watchers: list[Callable[[Entry], None]] = []
+        self._me = self.add(me, now)
+
+    @property
+    def me(self) -> PeerRecord:
+        """This peer's own record."""
+        return self._me.record
+
+    @property
+    def live(self) -> Sequence[PeerId]:
+        """All peers believed alive, this one included, sorted by id. Not to be changed."""
+        return self._live
+
+    def record(self, peer: bytes) -> PeerRecord | None:
+        """What is known of a peer, alive or not."""
+        entry = self.entries.get(peer)
+        return None if entry is None else entry.record
+
+    def status(self, peer: bytes) -> Status | None:
+        """What is believed of a peer; None: it is not known."""
+        entry = self.entries.get(peer)
+        return None if entry is None else entry.status
+
+    def reachable(self, peer: bytes) -> bool:
+        """Believed alive, and not known to be cut off from this peer right now."""
+        entry = self.entries.get(peer)
+        return entry is not None and not entry.cut and entry.status.live
+
+    def records(self) -> Iterator[PeerRecord]:
+        """All records, of the dead too, sorted by id."""
+        return (self.entries[peer].record for peer in self._ids)
+
+    def watch(self, watcher: Callable[[Entry], None]) -> None:
+        """Have ``watcher`` called with each entry whose record or status has changed."""
+        self._watchers.append(watcher)
+
+    # --- changes, by Membership only ------------------------------------------------------
+
+    def add(self, record: PeerRecord, now: float) -> Entry:
+        """Take up a peer that is not in the view."""
+        peer = PeerId(record.peer)
+        entry = Entry(record, Status.ALIVE, now, now, _hash(record))
+        self.entries[peer] = entry
+        insort(self._ids, peer)
+        insort(self._live, peer)
+        self._hashes[bucket_of(peer)] ^= entry.hash
+        self.generation += 1
+        self._tell(entry)
+        return entry
+
+    def renew(self, entry: Entry, record: PeerRecord, now: float) -> None:
+        """Replace a peer's record by a newer one."""
+        old = entry.record
+        new_hash = _hash(record)
+        if entry.status.live:
+            self._hashes[bucket_of(record.peer)] ^= entry.hash ^ new_hash
+        entry.record, entry.at, entry.hash = record, now, new_hash
+        if old.role != record.role or old.schema != record.schema:
+            self.generation += 1
+        self._tell(entry)
+
+    def mark(self, entry: Entry, status: Status, now: float) -> None:
+        """Change what is believed of a peer."""
+        was_live = entry.status.live
+        entry.status, entry.since = status, now
+        if status is not Status.SUSPECT:
+            entry.deadline, entry.first_hand, entry.accusers = inf, False, ()
+        if was_live != status.live:
+            peer = PeerId(entry.record.peer)
+            self._hashes[bucket_of(peer)] ^= entry.hash
+            if status.live:
+                insort(self._live, peer)
+            else:
+                del self._live[bisect_left(self._live, peer)]
+            self.generation += 1
+        self._tell(entry)
+
+    def cut(self, entry: Entry, cut: bool) -> None:
+        """Note whether a peer can be reached from here."""
+        if entry.cut != cut and entry is not self._me:
+            entry.cut = cut
+            self.generation += 1
+
+    def forget(self, entry: Entry) -> None:
+        """Drop a peer that is dead."""
+        peer = PeerId(entry.record.peer)
+        del self.entries[peer]
+        del self._ids[bisect_left(self._ids, peer)]
+        self._tell(entry)
+
+    def _tell(self, entry: Entry) -> None:
+        for watcher in self._watchers:
+            watcher(entry)
+
+    # --- the digest -----------------------------------------------------------------------
+
+    def digest(self) -> tuple[bytes, ...]:
+        """Return a hash of the live records of each bucket."""
+        return tuple(value.to_bytes(HASH_BYTES, "little") for value in self._hashes)
+
+    def differing(self, digest: Sequence[bytes]) -> list[int]:
+        """Return the buckets in which another peer's digest differs from this view."""
+        return [i for i, theirs in enumerate(self.digest()) if theirs != digest[i]]
+
+    def bucket(self, index: int) -> list[Entry]:
+        """Return the entries of one bucket, of the dead too, sorted by id."""
+        first = bisect_left(self._ids, bytes((index << 2,)))
+        last = len(self._ids)
+        if index + 1 < BUCKETS:
+            last = bisect_left(self._ids, bytes(((index + 1) << 2,)))
+        return [self.entries[peer] for peer in self._ids[first:last]]
