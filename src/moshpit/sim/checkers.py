@@ -24,7 +24,7 @@ from moshpit.sim.process import Process
 from moshpit.sim.scenario import Checks
 from moshpit.sim.store import Mean, Round
 from moshpit.types import GroupId, PeerId, short
-from moshpit.wire.messages import GroupFormed, Join, JoinAck, JoinRefused, Redirect, Refusal
+from moshpit.wire.messages import GroupFormed, JoinAck, JoinRefused, Redirect, Refusal
 
 TOLERANCE = 1e-9  # relative; float64 sums over at most a few thousand peers
 SLACK_S = 1.0  # a machine may be as late as its next wake-up

@@ -82,7 +82,7 @@ class Process:
     trainer: Trainer
 
     def __init__(
-        self, index: int, peer: PeerId, host: Host, role: Role, born: float, offset: float
+        self, index: int, peer: PeerId, host: Host, role: Role, *, born: float, offset: float
     ) -> None:
         self.index = index
         self.peer = peer

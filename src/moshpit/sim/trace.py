@@ -44,6 +44,7 @@ from moshpit.protocol.machine import (
 )
 from moshpit.sim.process import Process
 from moshpit.types import short
+from moshpit.wire.messages import Message
 
 _FLUSH_BYTES = 1 << 16
 _EVENTS: dict[type, int] = {
@@ -62,10 +63,19 @@ _EFFECTS: dict[type, int] = {
         )
     )
 }  # fmt: skip
+_TAGS: dict[type, int] = {}
 _head = struct.Struct("<dIBB").pack
 _chunk = struct.Struct("<IIBdQ").pack
 _mass = struct.Struct("<Id").pack
 _HIDDEN = frozenset(("signature", "admission", "gossip", "joins", "bounds", "next_path", "schema"))
+
+
+def _tag(message: Message) -> int:
+    kind = type(message)
+    tag = _TAGS.get(kind)
+    if tag is None:
+        tag = _TAGS[kind] = int(kind.__struct_config__.tag or 0)
+    return tag
 
 
 class Trace:
@@ -87,25 +97,29 @@ class Trace:
         """Record what a node was given and what it wants done."""
         self.events += 1
         pending = self._pending
-        kind = type(event)
-        pending += _head(now, process.index, _EVENTS[kind], len(effects) & 0xFF)
-        if kind is Received:
-            pending.append(type(event.message).__struct_config__.tag)  # type: ignore[union-attr]
-            pending += event.peer[:4]  # type: ignore[union-attr]
-        elif kind is ChunkArrived:
-            header = event.header  # type: ignore[union-attr]
-            pending += _chunk(header.chunk, header.ballot, header.kind, header.mass, header.seats)
-            pending += event.peer[:4]  # type: ignore[union-attr]
-        elif kind is LinkUp or kind is LinkDown:
-            pending += event.peer[:4]  # type: ignore[union-attr]
+        code = _EVENTS[type(event)]
+        pending += _head(now, process.index, code, len(effects) & 0xFF)
+        match event:
+            case Received(peer=peer, message=message):
+                pending.append(_tag(message))
+                pending += peer[:4]
+            case ChunkArrived(peer=peer, header=h):
+                pending += _chunk(h.chunk, h.ballot, h.kind, h.mass, h.seats)
+                pending += peer[:4]
+            case LinkUp(peer=peer) | LinkDown(peer=peer):
+                pending += peer[:4]
+            case _:
+                pass
         for effect in effects:
-            made = type(effect)
-            pending.append(_EFFECTS[made])
-            if made is Send:
-                pending.append(type(effect.message).__struct_config__.tag)  # type: ignore[union-attr]
-                pending += effect.peer[:4]  # type: ignore[union-attr]
-            elif made is Finalize:
-                pending += _mass(effect.chunk, effect.mass)  # type: ignore[union-attr]
+            pending.append(_EFFECTS[type(effect)])
+            match effect:
+                case Send(peer=peer, message=message):
+                    pending.append(_tag(message))
+                    pending += peer[:4]
+                case Finalize(chunk=chunk, mass=mass):
+                    pending += _mass(chunk, mass)
+                case _:
+                    pass
         if len(pending) > _FLUSH_BYTES:
             self._hash.update(pending)
             pending.clear()

@@ -63,6 +63,7 @@ class Trainer:
         schedule: Schedule,
         rng: random.Random,
         hand: Callable[[Event], None],
+        *,
         batch: float,
         step_s: float,
         slowness: Callable[[], float],

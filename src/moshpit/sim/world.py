@@ -14,43 +14,33 @@ from typing import Any, TextIO
 
 from moshpit.protocol.machine import (
     Accumulate,
-    AccumulateOwn,
     AveragingDue,
     AveragingEnded,
     BeginAveraging,
-    CancelSends,
     ChunkArrived,
-    CloseRound,
     Effect,
     Emit,
     Event,
-    Finalize,
     GroupReady,
     Leave,
-    LinkUp,
     Received,
-    ResetSum,
-    RoundEnded,
     SeekFailed,
     Send,
-    SendContribution,
-    SendResult,
-    TakeResult,
     Tick,
 )
 from moshpit.protocol.node import Node
 from moshpit.sim.checkers import Checkers
 from moshpit.sim.faults import Faults
 from moshpit.sim.network import Network, Wiring
+from moshpit.sim.payloads import Payloads
 from moshpit.sim.process import Host, Process, peer_id
 from moshpit.sim.scenario import Scenario
 from moshpit.sim.schedule import Schedule
 from moshpit.sim.signer import SIM_ADMISSION, SimSigner
-from moshpit.sim.store import Contribution, Mean, Payload
+from moshpit.sim.store import Payload
 from moshpit.sim.trace import Trace
 from moshpit.sim.trainer import SCHEMA, Job, Phase, Trainer
-from moshpit.types import GroupId, PeerId, Role, short
-from moshpit.wire.framing import ChunkHeader, ChunkKind
+from moshpit.types import PeerId, Role, short
 from moshpit.wire.messages import Difference, Gossip, Join, JoinRefused, PeerRecord, Refusal
 
 PORT = 7000
@@ -83,8 +73,6 @@ class World:
         self._rng = self._generator("world")
         self._by_peer: dict[PeerId, Process] = {}
         self._keys = 0
-        self._open: dict[GroupId, int] = {}
-        self._payload: Payload | None = None
         self._spins: dict[int, int] = {}
         self.trace = Trace(log, self._name)
         self.checkers = Checkers(scenario.checks, self.config, scenario.swarm.peers)
@@ -96,23 +84,13 @@ class World:
         self._job = Job(
             work.chunks, work.vector_bytes, work.drift, work.report_s, work.mode == "average"
         )
-        self._chunk_bytes = max(1, work.vector_bytes // work.chunks)
         self._target = self._target_samples()
-        self._actions: dict[type, Callable[[Process, Any], None]] = {
+        chunk_bytes = max(1, work.vector_bytes // work.chunks)
+        self._payloads = Payloads(self.schedule, self.network, self.checkers, chunk_bytes)
+        self._actions: dict[type, Callable[[Process, Any], None]] = self._payloads.actions | {
             Send: self._send,
             Emit: self._ignore,
-            GroupReady: self._group_ready,
             SeekFailed: self._ignore,
-            SendContribution: self._send_contribution,
-            Accumulate: self._accumulate,
-            AccumulateOwn: self._accumulate_own,
-            ResetSum: self._reset_sum,
-            Finalize: self._finalize,
-            SendResult: self._send_result,
-            TakeResult: self._take_result,
-            CancelSends: self._cancel_sends,
-            RoundEnded: self._round_ended,
-            CloseRound: self._close_round,
             AveragingDue: self._averaging_due,
             AveragingEnded: self._averaging_ended,
         }
@@ -214,11 +192,11 @@ class World:
             self._keys += 1
         index = len(self.processes)
         now = self.schedule.now
-        process = Process(index, peer, host, role, now, self._rng.uniform(0.0, 1000.0))
+        process = Process(index, peer, host, role, born=now, offset=self._rng.uniform(0.0, 1e3))
         record = self._record(process)
         process.node = Node(
             SimSigner(peer), record, self.config, self._generator(f"node/{index}"),
-            process.clock + now, self._target,
+            process.clock + now, target=self._target,
         )  # fmt: skip
         process.trainer = self._trainer(process)
         host.process = process
@@ -269,7 +247,10 @@ class World:
         def hand(event: Event) -> None:
             self._hand(process, event, None)
 
-        return Trainer(self._job, self.schedule, rng, hand, batch, step_s, lambda: host.slow)
+        return Trainer(
+            self._job, self.schedule, rng, hand,
+            batch=batch, step_s=step_s, slowness=lambda: host.slow,
+        )  # fmt: skip
 
     def _join(self, process: Process, _: None) -> None:
         """Dial the first addresses, as a ticket names them."""
@@ -301,9 +282,7 @@ class World:
         process.host.process = None
         self.network.process_died(process)
         self.checkers.died(process)
-        for group in process.store.rounds:
-            self._release(group)
-        process.store.rounds.clear()
+        self._payloads.died(process)
         process.inbox.clear()
 
     def leave(self, process: Process) -> None:
@@ -376,8 +355,7 @@ class World:
     def _handle(self, process: Process, event: Event, payload: Payload | None) -> None:
         now = self.schedule.now
         clock = now + process.offset
-        if clock < process.clock:
-            clock = process.clock
+        clock = max(clock, process.clock)
         process.clock = clock
         node = process.node
         kind = type(event)
@@ -392,10 +370,12 @@ class World:
         elif kind is Received and type(event.message) is Join:  # type: ignore[union-attr]
             self.checkers.received_join(now, process, event.peer, effects)  # type: ignore[union-attr]
         if effects:
-            self._payload = payload
+            self._payloads.arrived = payload
             actions = self._actions
             for effect in effects:
                 actions[type(effect)](process, effect)
+                if type(effect) is GroupReady:
+                    self.faults.group_formed(effect.formed.key.epoch)
         self._arm(process)
 
     def _arm(self, process: Process) -> None:
@@ -446,90 +426,6 @@ class World:
         if type(message) is Refusal or type(message) is JoinRefused:
             self.checkers.sent(self.schedule.now, process, message)
         self.network.send(process, effect.peer, message)
-
-    def _group_ready(self, process: Process, effect: GroupReady) -> None:
-        group = GroupId(effect.formed.group)
-        round_ = process.store.open(group, effect.seat)
-        self._open[group] = self._open.get(group, 0) + 1
-        self.checkers.group_ready(self.schedule.now, process, effect.formed, round_)
-        self.faults.group_formed(effect.formed.key.epoch)
-
-    def _send_contribution(self, process: Process, effect: SendContribution) -> None:
-        round_ = process.store.rounds[effect.group]
-        fault, size, mass = process.corrupt, self._chunk_bytes, effect.mass
-        if fault == "bad-mass":
-            fault, mass = "", math.nan
-        elif fault == "wrong-size":
-            size += 1
-        header = ChunkHeader(
-            ChunkKind.CONTRIBUTION, effect.ballot, effect.chunk, size, 0, effect.group, mass, 0
-        )
-        payload = Contribution(round_.seat, round_.local[effect.chunk])
-        event = ChunkArrived(process.peer, header, fault)
-        self.network.send_chunk(process, effect.peer, event, payload)
-
-    def _accumulate(self, process: Process, effect: Accumulate) -> None:
-        payload = self._payload
-        if type(payload) is not Contribution:
-            self._misuse(process, effect, "no contribution has arrived")
-            return
-        round_ = process.store.rounds[effect.group]
-        round_.add(effect.chunk, payload.seat, payload.value, effect.mass)
-
-    def _accumulate_own(self, process: Process, effect: AccumulateOwn) -> None:
-        round_ = process.store.rounds[effect.group]
-        round_.add(effect.chunk, round_.seat, round_.local[effect.chunk], effect.mass)
-
-    def _reset_sum(self, process: Process, effect: ResetSum) -> None:
-        process.store.rounds[effect.group].reset(effect.chunk)
-
-    def _finalize(self, process: Process, effect: Finalize) -> None:
-        round_ = process.store.rounds[effect.group]
-        self.checkers.finalize(self.schedule.now, process, effect, round_)
-        mean = round_.finalize(effect.chunk, effect.ballot, effect.mass, effect.seats)
-        self.checkers.mean(self.schedule.now, process, effect.group, effect.chunk, mean)
-
-    def _send_result(self, process: Process, effect: SendResult) -> None:
-        mean = process.store.rounds[effect.group].means.get(effect.chunk)
-        if mean is None:
-            self._misuse(process, effect, "sends a result that it does not hold")
-            return
-        header = ChunkHeader(
-            ChunkKind.RESULT, effect.ballot, effect.chunk, self._chunk_bytes, 0, effect.group,
-            effect.mass, effect.seats,
-        )  # fmt: skip
-        self.network.send_chunk(process, effect.peer, ChunkArrived(process.peer, header, ""), mean)
-
-    def _take_result(self, process: Process, effect: TakeResult) -> None:
-        payload = self._payload
-        if type(payload) is not Mean:
-            self._misuse(process, effect, "no result has arrived")
-            return
-        process.store.rounds[effect.group].means[effect.chunk] = payload
-        self.checkers.mean(self.schedule.now, process, effect.group, effect.chunk, payload)
-
-    def _misuse(self, process: Process, effect: Effect, text: str) -> None:
-        self.checkers.fail("S1", self.schedule.now, process, f"{effect}: {text}")
-
-    def _cancel_sends(self, process: Process, effect: CancelSends) -> None:
-        self.network.cancel(process, effect.peer, effect.group)
-
-    def _round_ended(self, process: Process, effect: RoundEnded) -> None:
-        report = effect.report
-        round_ = process.store.rounds[report.group]
-        absent = process.store.adopt(round_, report.missing)
-        self.checkers.round_ended(self.schedule.now, process, report, round_, absent)
-
-    def _close_round(self, process: Process, effect: CloseRound) -> None:
-        self.checkers.closed(self.schedule.now, process, effect.group)
-        if process.store.rounds.pop(effect.group, None) is not None:
-            self._release(effect.group)
-
-    def _release(self, group: GroupId) -> None:
-        self._open[group] -= 1
-        if not self._open[group]:
-            del self._open[group]
-            self.checkers.forget(group)
 
     def _averaging_due(self, process: Process, effect: AveragingDue) -> None:
         if not process.leaving:
