@@ -27,6 +27,7 @@ from moshpit.protocol.view import Entry, LiveView
 from moshpit.types import Role
 
 STALL_STEPS: Final = 2  # guess: a step that takes this many times as long is not believed in
+CRUMB_S: Final = 1e-3  # guess: nobody waits for less
 EPOCH_BELIEVED_MAX: Final = 1 << 40  # no count of steps comes near
 
 
@@ -286,7 +287,8 @@ class Progress:
         if now < behind_ends and self._behind > 0:
             slope += self._behind
             ends = min(ends, behind_ends)
-        return min(now + missing / slope, ends) if slope > 0 else inf
+        # Rounding may leave a missing crumb whose time is no time at all: never the same now.
+        return min(now + max(missing / slope, CRUMB_S), ends) if slope > 0 else inf
 
 
 def _bounded(value: float, limit: float) -> float:
