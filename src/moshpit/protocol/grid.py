@@ -20,6 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 from moshpit.errors import ConfigError
 from moshpit.types import PeerId
@@ -49,7 +50,9 @@ class Plan:
         (2, [(0,), (0,), (0,), (1,), (1,)], [(0, 0), (1, 0), (0, 0), (0, 0), (1, 0)])
     """
 
-    __slots__ = ("_groups", "_paths", "_slots", "_sorted", "axes", "group_size", "largest", "n")
+    __slots__ = (
+        "_groups", "_paths", "_shapes", "_slots", "_sorted", "axes", "group_size", "largest", "n"
+    )  # fmt: skip
 
     def __init__(self, n: int, group_size: int) -> None:
         if n < 1 or group_size < 2:
@@ -64,7 +67,9 @@ class Plan:
         self._paths: list[list[Path]] = [[()] * n for _ in range(self.axes)]
         self._slots: list[list[int]] = [[0] * n for _ in range(self.axes)]
         self._groups: list[dict[Path, tuple[int, ...]]] = [{} for _ in range(self.axes)]
+        self._shapes: dict[tuple[tuple[int, ...], int], tuple[int, int]] = {}
         self._place([(rank,) for rank in range(n)], (), 0)
+        self._shapes.clear()
         self._sorted = [sorted(groups) for groups in self._groups]
         self.largest = max(len(ranks) for groups in self._groups for ranks in groups.values())
 
@@ -100,17 +105,58 @@ class Plan:
 
     def _place(self, block: list[_Family], prefix: Path, axis: int) -> None:
         """Plan a block of families from this axis on."""
-        rows = [block] if axis == self.axes - 1 else _cut(block, self.axes - axis)
-        members = [[rank for family in row for rank in family] for row in rows]
-        for number, ranks in enumerate(members):
+        left = self.axes - axis
+        sizes = tuple(len(family) for family in block)
+        edges = _cut(sizes, self._shape(sizes, left)[1]) if left > 1 else [0, len(block)]
+        rows = [
+            [rank for family in block[start:end] for rank in family]
+            for start, end in pairwise(edges)
+        ]
+        for number, ranks in enumerate(rows):
             path = (*prefix, number)
             self._groups[axis][path] = tuple(ranks)
             for slot, rank in enumerate(ranks):
                 self._paths[axis][rank] = path
                 self._slots[axis][rank] = slot
-        if axis < self.axes - 1:
-            for column, families in enumerate(_columns(members)):
-                self._place(families, (*prefix, column), axis + 1)
+        if left == 1:
+            return
+        seats = _columns(tuple(len(ranks) for ranks in rows))
+        for number, column in enumerate(seats):
+            families = [
+                tuple(ranks[slot] for slot in slots)
+                for ranks, slots in zip(rows, column, strict=True)
+            ]
+            self._place(families, (*prefix, number), axis + 1)
+
+    def _shape(self, sizes: tuple[int, ...], left: int) -> tuple[int, int]:
+        """Return the largest group to come of a block, and into how many rows to cut it.
+
+        The rows of the rule come first; where they lead to groups beyond M, rows one shorter,
+        one and two longer are tried too, and the best is taken.
+
+        Args:
+            sizes: of the block's families; all that matters of it.
+            left: the axes left, this one included.
+        """
+        n = sum(sizes)
+        if left == 1:
+            return n, 1
+        known = self._shapes.get((sizes, left))
+        if known is not None:
+            return known
+        root = _root(n, left)
+        best = (n + 1, 1)
+        for longest in (root, root - 1, root + 1, root + 2):
+            count = min(-(-n // max(1, longest)), len(sizes))
+            rows = tuple(sum(sizes[start:end]) for start, end in pairwise(_cut(sizes, count)))
+            columns = {tuple(len(slots) for slots in column): None for column in _columns(rows)}
+            largest = max(*rows, *(self._shape(column, left - 1)[0] for column in columns))
+            if largest < best[0]:
+                best = (largest, count)
+            if best[0] <= self.group_size:
+                break
+        self._shapes[sizes, left] = best
+        return best
 
 
 def _root(n: int, degree: int) -> int:
@@ -123,37 +169,37 @@ def _root(n: int, degree: int) -> int:
     return root
 
 
-def _cut(block: list[_Family], axes_left: int) -> list[list[_Family]]:
-    """Cut a block into rows of near-equal size, as few as keep rows ≤ ceil(n^(1/axes))."""
-    n = sum(len(family) for family in block)
-    count = min(-(-n // _root(n, axes_left)), len(block))
-    rows: list[list[_Family]] = [[] for _ in range(count)]
-    row = filled = 0
-    for index, family in enumerate(block):
-        # The next row starts where the ideal boundary lies nearer to this family's start
-        # than to its end, and no later than leaves a family for each row to come.
-        boundary = -(-(row + 1) * n // count)
-        late = 2 * filled + len(family) > 2 * boundary or len(block) - index < count - row
-        if rows[row] and row < count - 1 and late:
-            row += 1
-        rows[row].append(family)
-        filled += len(family)
-    return rows
+def _cut(sizes: Sequence[int], count: int) -> list[int]:
+    """Cut families into ``count`` rows of near-equal size; return the ``count`` + 1 edges.
+
+    An edge lies at the boundary between families nearest to the ideal one; no row is empty.
+    """
+    n = sum(sizes)
+    edges = [0]
+    filled = 0
+    for index, size in enumerate(sizes):
+        row = len(edges)
+        boundary = -(-row * n // count)
+        late = 2 * filled + size > 2 * boundary or len(sizes) - index <= count - row
+        if row < count and index > edges[-1] and late:
+            edges.append(index)
+        filled += size
+    return [*edges, len(sizes)]
 
 
-def _columns(rows: list[list[int]]) -> list[list[_Family]]:
-    """Deal the members of rows out to columns; each column gets a family from every row."""
-    count = min(len(ranks) for ranks in rows)
-    columns: list[list[list[int]]] = [[[] for _ in rows] for _ in range(count)]
+def _columns(rows: Sequence[int]) -> list[list[list[int]]]:
+    """Deal the slots of rows out to columns: for each column and row, the row's slots there.
+
+    Each column gets a slot from every row; surplus slots are spread.
+    """
+    count = min(rows)
+    columns: list[list[list[int]]] = [[[slot] for _ in rows] for slot in range(count)]
     surplus = 0
-    for number, ranks in enumerate(rows):
-        for slot, rank in enumerate(ranks):
-            column = slot
-            if slot >= count:
-                column = surplus % count
-                surplus += 1
-            columns[column][number].append(rank)
-    return [[tuple(family) for family in column] for column in columns]
+    for row, size in enumerate(rows):
+        for slot in range(count, size):
+            columns[surplus % count][row].append(slot)
+            surplus += 1
+    return columns
 
 
 @lru_cache(maxsize=256)

@@ -88,6 +88,8 @@ class Assembly:
     """By slot."""
     joins: dict[PeerId, Join] = field(default_factory=dict[PeerId, Join])
     waiting: dict[PeerId, Waiting] = field(default_factory=dict[PeerId, Waiting])
+    won_back: dict[PeerId, bool] = field(default_factory=dict[PeerId, bool])
+    """Members that went away and were called once more."""
     last_join_at: float = 0.0
 
     def due(self) -> float:
@@ -175,10 +177,13 @@ class Hosting:
         return effects
 
     def unjoined(self, sender: PeerId, message: Unjoin, now: float) -> list[Effect]:
-        """Let a member go."""
+        """Let a member go, and ask it back once: it may have taken a slow host for a dead one."""
         assembly = self._assemblies.get(message.key)
         if assembly is None or assembly.joins.pop(sender, None) is None:
             return []
+        if sender in assembly.expected and sender not in assembly.won_back:
+            assembly.won_back[sender] = True
+            self._wait_for(assembly, sender, now)
         return self._review(assembly, now)
 
     def replied(self, sender: PeerId, reply: CallReply, now: float) -> list[Effect]:
@@ -333,16 +338,20 @@ class Hosting:
             plan=plan,
             expected=tuple(ranked[rank] for rank in ranks),
         )
-        silent_at = now + CALLS_MAX * self._config.call_timeout_s / 2
         for peer in assembly.expected:
-            if not self._may_come(peer):
-                continue
-            if announcement.can_host(self._view, peer):
-                assembly.waiting[peer] = Waiting(silent_at, now)
-            else:
-                assembly.waiting[peer] = Waiting(now + self._window_s(), math.inf)
+            self._wait_for(assembly, peer, now)
         self._assemblies[key] = assembly
         return assembly
+
+    def _wait_for(self, assembly: Assembly, peer: PeerId, now: float) -> None:
+        """Wait for an expected peer, if it can be hoped for; call it if it can be called."""
+        if not self._may_come(peer):
+            return
+        if announcement.can_host(self._view, peer):
+            silent_at = now + CALLS_MAX * self._config.call_timeout_s / 2
+            assembly.waiting[peer] = Waiting(silent_at, now)
+        else:
+            assembly.waiting[peer] = Waiting(now + self._window_s(), math.inf)
 
     def _review(self, assembly: Assembly, now: float) -> list[Effect]:
         """Call, acknowledge, give up and close, as far as it is time."""

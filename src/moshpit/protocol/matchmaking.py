@@ -15,6 +15,7 @@ The contract is docs/internals/protocol.md "Matchmaking"; `hosting` is the other
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -54,6 +55,7 @@ from moshpit.wire.messages import (
 JOINS_MAX = 12  # guess: joins of one seek before it fails
 REDIRECTS_MAX = 2  # docs/internals/protocol.md: the third join is always taken
 SCHEMA_REFUSALS_MAX = 2  # one host may lie or be the odd one out; two are believed
+TOLD_MAX = 8  # guess: hosts that are kept hoping at once
 HOLD_MARGIN_S = 5.0  # guess: how much longer than its window a host may assemble
 
 
@@ -99,6 +101,10 @@ class _Seek:
     """Hosts that were passed over, and why."""
     redirects: int = 0
     refused_epoch: int = -1
+    acked_at: float = -math.inf
+    """When the host last acknowledged the present join."""
+    told: dict[PeerId, bool] = field(default_factory=dict[PeerId, bool])
+    """Other hosts that wait for me because mine may have died."""
 
 
 class Matchmaker:
@@ -270,6 +276,7 @@ class Matchmaker:
         seek.host = host
         seek.nonce = self._nonce
         seek.joins[self._nonce] = (host, join)
+        seek.acked_at = -math.inf
         seek.silent_at = now + self._config.join_timeout_s
         seek.hold_until = now + self._config.window_s_max + HOLD_MARGIN_S
         return [Send(host, join)]
@@ -322,9 +329,16 @@ class Matchmaker:
 
     def _acked(self, sender: PeerId, message: JoinAck, now: float) -> list[Effect]:
         seek = self._awaited(sender, message.key, message.nonce)
-        if seek is not None:
-            seek.silent_at = now + self._config.join_timeout_s
-        return []
+        if seek is None:
+            return []
+        seek.acked_at = now
+        seek.silent_at = now + self._config.join_timeout_s
+        return self._release(seek)
+
+    def _release(self, seek: _Seek) -> list[Effect]:
+        """Tell the other hosts that were given hope that this peer is served."""
+        told, seek.told = seek.told, {}
+        return [Send(host, CallReply(seek.key, False, -1.0)) for host in told if host != seek.host]
 
     def _refused(self, sender: PeerId, message: JoinRefused, now: float) -> list[Effect]:
         seek = self._awaited(sender, message.key, message.nonce)
@@ -355,6 +369,9 @@ class Matchmaker:
         seek.redirects += 1
         for host in message.hosts[:8]:
             peer = PeerId(host)
+            # A silent host that others believe in may only have been slow: it has a second chance.
+            if seek.redirects == 1 and seek.passed.get(peer) == "silent":
+                del seek.passed[peer]
             if peer == sender or peer in seek.passed:
                 continue
             if announcement.can_host(self._view, peer) and (
@@ -382,6 +399,7 @@ class Matchmaker:
         return [Send(caller, CallReply(key, True, self.ready_s))]
 
     def _called_while_seeking(self, seek: _Seek, caller: PeerId, now: float) -> list[Effect]:
+        """Answer another host of the key that this peer seeks: one of the two should have all."""
         host = seek.host
         if host == caller or host is None:
             return [Send(caller, CallReply(seek.key, True, 0.0))]
@@ -389,6 +407,10 @@ class Matchmaker:
         if better and len(seek.joins) < JOINS_MAX and announcement.can_host(self._view, caller):
             seek.passed.pop(caller, None)
             return [Send(host, Unjoin(seek.key)), *self._join(seek, caller, True, now)]
+        if now - seek.acked_at > self._config.join_timeout_s / 2 and len(seek.told) < TOLD_MAX:
+            # Mine should have acknowledged by now; the caller may be the next that I try.
+            seek.told[caller] = True
+            return [Send(caller, CallReply(seek.key, True, max(0.0, seek.silent_at - now)))]
         return [
             Send(caller, CallReply(seek.key, False, -1.0)),
             Send(caller, Redirect(seek.key, 0, (host,))),
@@ -422,7 +444,7 @@ class Matchmaker:
         assert seat is not None
         self._seek = None
         self._met = max(self._met, _stage(formed.key))
-        effects = [GroupReady(formed, seat)]
+        effects = [GroupReady(formed, seat), *self._release(seek)]
         if seek.host is not None and seek.host != formed.host:
             effects.append(Send(seek.host, Unjoin(seek.key)))
         return effects
