@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import socket
+import threading
 import time
 
 import pytest
@@ -13,6 +14,8 @@ from typer.testing import CliRunner
 from moshpit.cli import checks, netchecks
 from moshpit.cli.app import app
 from moshpit.cli.checks import Status
+from moshpit.cli.peerchecks import check_dial, check_visit
+from moshpit.identity.tickets import RunKey
 from moshpit.types import Address
 
 
@@ -89,3 +92,31 @@ def test_congestion_control_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "tcp_allowed_congestion_control" in check.advice
     else:
         assert "only Linux" in check.found
+
+
+def test_dialling_tells_refused_from_open() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = Address("127.0.0.1", server.getsockname()[1])
+        assert check_dial(address).status is Status.OK
+    refused = check_dial(address)
+    assert refused.status is Status.FAIL
+    assert "nobody listens" in refused.found
+    assert check_dial(Address("no.such.host.invalid", 1)).status is Status.FAIL
+
+
+def test_a_visit_to_something_else_fails() -> None:
+    ticket = RunKey.generate().invite().ticket(())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = Address("127.0.0.1", server.getsockname()[1])
+
+        def answer() -> None:
+            with server.accept()[0] as stranger:
+                stranger.recv(1024)
+                stranger.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        check = check_visit(ticket, address)
+        thread.join()
+    assert check.status is Status.FAIL
+    assert check.advice

@@ -11,6 +11,7 @@ import typer
 
 from moshpit.cli import output
 from moshpit.cli.doctor import doctor
+from moshpit.cli.peers import peers
 from moshpit.cli.run import run
 from moshpit.cli.ticket import ticket_app
 from moshpit.errors import MoshpitError
@@ -50,6 +51,7 @@ app = typer.Typer(
 app.add_typer(ticket_app, name="ticket")
 app.command(no_args_is_help=True, context_settings={"allow_interspersed_args": False})(run)
 
+app.command(no_args_is_help=True)(peers)
 app.command()(doctor)
 
 

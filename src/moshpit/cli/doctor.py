@@ -18,6 +18,8 @@ from moshpit.cli.netchecks import (
     check_loopback,
     check_sealing,
 )
+from moshpit.cli.peerchecks import check_dial, check_visit
+from moshpit.identity.tickets import Ticket
 from moshpit.types import Address
 
 _STYLE = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
@@ -28,11 +30,25 @@ def doctor(
         str,
         typer.Option(metavar="HOST:PORT", help="The address that this peer is going to listen at."),
     ] = "0.0.0.0:0",
+    ticket: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TICKET",
+            help="Also visit this run: is it reachable, does it let me in, how far away is it?",
+        ),
+    ] = None,
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Also dial this peer. Without a ticket, only to see that somebody listens there.",
+        ),
+    ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print a list of findings as JSON instead.")
     ] = False,
 ) -> None:
-    """Check this machine and say what to do.
+    """Check this machine, and a run if you like, and say what to do.
 
     Looks at versions, cores, memory, limits, the clock, the port to listen at, IPv6,
     congestion control and the speed of encryption. Each line is **ok**, **warn** (it works,
@@ -43,10 +59,14 @@ def doctor(
         moshpit doctor
         # can that port be used?
         moshpit doctor --listen 0.0.0.0:7000
-    """
+        # can this run be reached, and does it let me in?
+        moshpit doctor --ticket $T
+    """  # fmt: skip
     results: list[Check] = []
     console = output.stdout()
-    for check in all_checks(Address.parse(listen)):
+    admitted = None if ticket is None else Ticket.decode(ticket)
+    remote = None if peer is None else Address.parse(peer)
+    for check in all_checks(Address.parse(listen), admitted, remote):
         results.append(check)
         if not json:
             show(console, check)
@@ -59,7 +79,7 @@ def doctor(
     raise typer.Exit(1 if failed else 0)
 
 
-def all_checks(listen: Address) -> Iterator[Check]:
+def all_checks(listen: Address, ticket: Ticket | None, peer: Address | None) -> Iterator[Check]:
     """Yield one finding after the other, as they come."""
     for look in LOCAL_CHECKS:
         yield look()
@@ -68,6 +88,12 @@ def all_checks(listen: Address) -> Iterator[Check]:
     yield check_congestion_control()
     yield check_loopback()
     yield check_sealing()
+    addresses = (peer,) if peer is not None else ticket.addresses if ticket is not None else ()
+    for address in addresses:
+        dialled = check_dial(address)
+        yield dialled
+        if ticket is not None and dialled.status is not Status.FAIL:
+            yield check_visit(ticket, address)
 
 
 def show(console: Console, check: Check) -> None:

@@ -45,8 +45,9 @@ def run(  # noqa: PLR0917 - typer reads the parameters
     role: Annotated[
         Role | None,
         typer.Option(
+            metavar="worker|client|aux",
             help="**worker** trains and averages; **client** trains but cannot be dialled (behind "
-            "a router); **aux** only averages. Without it: worker."
+            "a router); **aux** only averages. Without it: worker.",
         ),
     ] = None,
     listen: Annotated[
@@ -60,7 +61,11 @@ def run(  # noqa: PLR0917 - typer reads the parameters
         ),
     ] = None,
     preset: Annotated[
-        Preset | None, typer.Option(help="The kind of network between the peers.")
+        Preset | None,
+        typer.Option(
+            metavar="local|lan|internet",
+            help="The kind of network between the peers. Without it: lan.",
+        ),
     ] = None,
     plaintext: Annotated[
         bool,
