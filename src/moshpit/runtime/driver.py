@@ -134,7 +134,7 @@ class Driver:
         self._job: Averaging | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._busy = False
+        self._busy = True  # until there is a node, events wait
         self._pending: deque[Event] = deque()
         self._contacts: Sequence[Address] = ()
         self._contact_task: asyncio.Task[None] | None = None
@@ -162,7 +162,7 @@ class Driver:
         self.node = Node(self._signer, record, self._config, Random(), self._loop.time())
         self._started = True
         self._contacts = [c for c in contacts if c not in known]
-        self._arm()
+        self._run([])
         await self._dial_contacts()
         self._contact_task = self._loop.create_task(self._keep_contact())
 
@@ -247,10 +247,8 @@ class Driver:
         """Hand an event to the node and execute the effects, then those that this caused."""
         if self._busy:
             self._pending.append(event)
-            return
-        if self._closed:
-            return
-        self._run(self.node.handle(event, self._loop.time()))
+        elif not self._closed:
+            self._run(self.node.handle(event, self._loop.time()))
 
     def _run(self, effects: list[Effect]) -> None:
         self._busy = True
