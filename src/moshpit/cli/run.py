@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import runpy
@@ -150,7 +151,7 @@ def serve() -> None:
     """Average for the others until SIGTERM or SIGINT."""
     import moshpit
 
-    with moshpit.join() as swarm:
+    with moshpit.join() as swarm, contextlib.suppress(SystemExit, KeyboardInterrupt):
         _log.info("%r averages for others until SIGTERM", swarm)
         while True:
             signal.pause()

@@ -1,0 +1,103 @@
+"""`moshpit run --role aux` serves, `moshpit peers` and `moshpit doctor` visit: real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from moshpit.cli.checks import Status
+from moshpit.cli.peerchecks import check_visit
+from moshpit.identity.tickets import RunKey, Ticket
+from moshpit.types import Address, Role, short
+
+from .conftest import Moshpit
+
+
+@dataclass
+class Serving:
+    key: RunKey
+    address: Address
+    process: subprocess.Popen[str]
+
+    def ticket(self, *roles: Role) -> str:
+        return self.key.invite(roles or tuple(Role)).ticket((self.address,)).encode()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["sealed", "plaintext"])
+def serving(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Serving]:
+    folder: Path = tmp_path_factory.mktemp("aux")
+    key, address = RunKey.generate(), Address("127.0.0.1", free_port())
+    ticket = key.invite().ticket((address,)).encode()
+    more = ["--plaintext"] if request.param else []
+    with subprocess.Popen(
+        [sys.executable, "-m", "moshpit", "run", "--role", "aux", "--ticket", ticket]
+        + ["--listen", str(address), "--identity", str(folder / "aux.key"), *more],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"XDG_STATE_HOME": str(folder)},
+    ) as process:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        assert any("averages for others" in line for line in lines)
+        yield Serving(key, address, process)
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait(timeout=30) == 0, rest
+    assert "Traceback" not in rest
+
+
+def test_peers_shows_who_is_there(serving: Serving, moshpit: Moshpit) -> None:
+    done = moshpit("peers", "--ticket", serving.ticket(), "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    [peer] = found["peers"]
+    assert peer["peer"] == found["asked"]
+    assert (peer["state"], peer["role"]) == ("up", "aux")
+    assert peer["addresses"] == [str(serving.address)]
+
+    shown = moshpit("peers", "--ticket", serving.ticket(Role.CLIENT), "--at", str(serving.address))
+    assert shown.stdout.splitlines()[1].startswith(short(bytes.fromhex(peer["peer"])) + "*")
+    assert shown.stderr.startswith("1 up")
+
+
+def test_peers_of_another_run_are_not_shown(serving: Serving, moshpit: Moshpit) -> None:
+    other = RunKey.generate().invite().ticket((serving.address,)).encode()
+    done = moshpit("peers", "--ticket", other)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_doctor_visits(serving: Serving) -> None:
+    let_in = check_visit(Ticket.decode(serving.ticket()), serving.address)
+    assert let_in.status is Status.OK
+    assert "knows 1 peers" in let_in.found
+
+    stranger = RunKey.generate().invite().ticket(())
+    refused = check_visit(stranger, serving.address)
+    assert refused.status is Status.FAIL
+    assert "other-run" in refused.found
+    assert "ticket" in refused.advice
+
+
+def test_nobody_there_is_one_line(moshpit: Moshpit) -> None:
+    ticket = RunKey.generate().invite().ticket((Address("127.0.0.1", free_port()),)).encode()
+    done = moshpit("peers", "--ticket", ticket)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
