@@ -1,0 +1,228 @@
+"""How tensors lie in the one flat vector that is averaged, and how that is cut into chunks.
+
+The vector is float32 on the CPU. Tensors of other floating dtypes go through float32: float16
+and bfloat16 lose nothing on the way in and are rounded on the way out; float64 is rounded to
+float32 on the way in. Tensors may live on any device; they are copied.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moshpit.config import TransportConfig
+from moshpit.errors import LayoutError
+
+Tensors = Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | Sequence[tuple[str, torch.Tensor]]
+
+SCHEMA_BYTES = 8
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ALIGN = 16  # numbers: chunks begin on cache lines
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+class VectorLayout:
+    """The names, shapes and dtypes of some tensors, and their places in a flat vector.
+
+    Args:
+        tensors: a mapping of names to tensors, (name, tensor) pairs, or just tensors (their
+            names are then their numbers). They are what the methods work on, where no others
+            are given.
+
+    Attributes:
+        names: of the tensors.
+        numel: how many numbers the vector has.
+        schema: 8 bytes that are equal for equal names, shapes and dtypes only.
+
+    Raises:
+        LayoutError: there are none, or one cannot be averaged; it says which and why.
+
+    Example:
+        >>> layout = VectorLayout({"w": torch.ones(2, 2), "b": torch.zeros(2)})
+        >>> vector = torch.empty(layout.numel)
+        >>> layout.flatten_into(vector)
+        >>> vector
+        tensor([1., 1., 1., 1., 0., 0.])
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        named = list(_named(tensors))
+        if not named:
+            raise LayoutError("no tensors were given; there is nothing to average")
+        entries: list[_Entry] = []
+        at = 0
+        for name, tensor in named:
+            _check(name, tensor)
+            entries.append(_Entry(name, tensor.shape, tensor.dtype, at, at + tensor.numel()))
+            at += tensor.numel()
+        self.names = tuple(name for name, _ in named)
+        if len(set(self.names)) != len(self.names):
+            twice = next(name for name in self.names if self.names.count(name) > 1)
+            raise LayoutError(f"the name {twice!r} was given twice")
+        if at == 0:
+            raise LayoutError("all tensors are empty; there is nothing to average")
+        self._tensors = [tensor for _, tensor in named]
+        self._entries = entries
+        self.numel = at
+        digest = hashlib.blake2b(digest_size=SCHEMA_BYTES)
+        for entry in entries:
+            line = f"{len(entry.name)}:{entry.name}:{tuple(entry.shape)}:{entry.dtype}\n"
+            digest.update(line.encode())
+        self.schema = digest.digest()
+
+    def flatten_into(self, vector: torch.Tensor, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Copy the tensors into the vector.
+
+        Raises:
+            LayoutError: the vector or the tensors are not of this layout.
+        """
+        self._check_vector(vector)
+        with torch.no_grad():
+            for entry, tensor in self._pairs(tensors):
+                vector[entry.start : entry.stop].view(entry.shape).copy_(tensor)
+
+    def write_back(self, vector: torch.Tensor, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Copy the vector into the tensors, in their dtypes and on their devices.
+
+        Raises:
+            LayoutError: the vector or the tensors are not of this layout.
+        """
+        self._check_vector(vector)
+        with torch.no_grad():
+            for entry, tensor in self._pairs(tensors):
+                tensor.copy_(vector[entry.start : entry.stop].view(entry.shape))
+
+    def add_delta(
+        self,
+        mean: torch.Tensor,
+        snapshot: torch.Tensor,
+        tensors: Sequence[torch.Tensor] = (),
+    ) -> None:
+        r"""Move the tensors by what the averaging changed: ``x += mean - snapshot``.
+
+        Work done since the snapshot survives. Where a number still is what it was in the
+        snapshot, the mean itself is assigned, so that peers that did nothing meanwhile hold
+        the same bytes. Computed in float32, for float64 tensors in float64.
+
+        Raises:
+            LayoutError: a vector or the tensors are not of this layout.
+
+        Source: design §4.
+        """
+        self._check_vector(mean)
+        self._check_vector(snapshot)
+        with torch.no_grad():
+            for entry, tensor in self._pairs(tensors):
+                wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+                place = slice(entry.start, entry.stop)
+                target = mean[place].view(entry.shape).to(tensor.device)
+                before = snapshot[place].view(entry.shape).to(tensor.device)
+                delta = (target - before).to(wide)
+                untouched = tensor.to(torch.float32) == before
+                tensor.copy_(torch.where(untouched, target.to(wide), tensor.to(wide) + delta))
+
+    def _pairs(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[_Entry, torch.Tensor]]:
+        chosen = tensors or self._tensors
+        if len(chosen) != len(self._entries):
+            raise LayoutError(f"{len(chosen)} tensors for a layout of {len(self._entries)}")
+        for entry, tensor in zip(self._entries, chosen, strict=True):
+            if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
+                raise LayoutError(
+                    f"tensor {entry.name!r}: {tuple(tensor.shape)} {tensor.dtype}, but the layout "
+                    f"has {tuple(entry.shape)} {entry.dtype}"
+                )
+        return zip(self._entries, chosen, strict=True)
+
+    def _check_vector(self, vector: torch.Tensor) -> None:
+        if (
+            vector.shape != (self.numel,)
+            or vector.dtype != torch.float32
+            or vector.device.type != "cpu"
+            or not vector.is_contiguous()
+        ):
+            raise LayoutError(
+                f"the vector must be {self.numel} contiguous float32 numbers on the CPU, not "
+                f"{tuple(vector.shape)} {vector.dtype} on {vector.device}"
+            )
+
+
+def _named(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(tensors, Mapping):
+        yield from tensors.items()
+        return
+    for index, item in enumerate(tensors):
+        yield item if isinstance(item, tuple) else (str(index), item)
+
+
+def _check(name: str, tensor: object) -> None:
+    """Raise `LayoutError` if this cannot be averaged."""
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+    if tensor.is_complex():
+        flaw = "is complex; average torch.view_as_real of it"
+    elif tensor.dtype not in DTYPES:
+        flaw = f"is {tensor.dtype}; only float16, bfloat16, float32 and float64 can be averaged"
+    elif tensor.layout != torch.strided:
+        flaw = f"is {tensor.layout}; only dense tensors can be averaged"
+    elif tensor.is_meta:
+        flaw = "has no data (meta device)"
+    else:
+        return
+    raise LayoutError(f"tensor {name!r} {flaw}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """How a vector is cut: equal chunks, the last one may be shorter.
+
+    It depends on the vector's length (and settings that all peers share) only.
+
+    Attributes:
+        numel: numbers in the vector.
+        chunk_numel: numbers in a chunk.
+
+    Example:
+        >>> plan = ChunkPlan.of(100_000, TransportConfig())
+        >>> plan.chunks, plan.chunk_numel, plan.slice(61)
+        (64, 1568, slice(95648, 97216, None))
+    """
+
+    numel: int
+    chunk_numel: int
+
+    @classmethod
+    def of(cls, numel: int, config: TransportConfig) -> ChunkPlan:
+        """Return the plan: chunks of ``chunk_bytes``, or smaller ones, not below
+        ``chunk_bytes_min``, where the vector would have fewer than
+        ``chunks_per_vector_min``."""
+        most = max(1, config.chunk_bytes // 4)
+        least = max(1, min(most, config.chunk_bytes_min // 4))
+        wanted = -(-numel // config.chunks_per_vector_min)
+        if most >= _ALIGN:
+            wanted = -(-wanted // _ALIGN) * _ALIGN
+        return cls(numel, max(least, min(most, wanted)))
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks there are."""
+        return max(1, -(-self.numel // self.chunk_numel))
+
+    def slice(self, chunk: int) -> slice:
+        """Return the place of a chunk in the vector."""
+        start = chunk * self.chunk_numel
+        return slice(start, min(start + self.chunk_numel, self.numel))
+
+    def size(self, chunk: int) -> int:
+        """Return how many numbers a chunk has."""
+        return min(self.chunk_numel, self.numel - chunk * self.chunk_numel)
