@@ -55,6 +55,7 @@ from moshpit.wire.messages import (
 JOINS_MAX = 12  # guess: joins of one seek before it fails
 REDIRECTS_MAX = 2  # docs/internals/protocol.md: the third join is always taken
 SCHEMA_REFUSALS_MAX = 2  # one host may lie or be the odd one out; two are believed
+INVITATIONS_MAX = 16  # guess: keys whose caller is remembered
 TOLD_MAX = 8  # guess: hosts that are kept hoping at once
 HOLD_MARGIN_S = 5.0  # guess: how much longer than its window a host may assemble
 
@@ -136,6 +137,8 @@ class Matchmaker:
         self._seek: _Seek | None = None
         self._nonce = 0
         self._called: GroupKey | None = None
+        self._invited: dict[GroupKey, PeerId] = {}
+        """For keys not sought yet, the first on the ring of those that called: they live."""
         self._met = (-1, -1)
         """Epoch and axis of the latest group that this peer got into."""
 
@@ -284,10 +287,20 @@ class Matchmaker:
     def _join_next(self, seek: _Seek, now: float) -> list[Effect]:
         """Join at the first host that was not passed over, or give up."""
         seek.host = None
-        if len(seek.joins) < JOINS_MAX:
-            for peer in announcement.candidates(self._view, seek.ring):
-                if peer not in seek.passed and (peer == self._me or self._view.reachable(peer)):
-                    return self._join(seek, peer, False, now)
+        host = next(
+            (
+                peer
+                for peer in announcement.candidates(self._view, seek.ring)
+                if peer not in seek.passed and (peer == self._me or self._view.reachable(peer))
+            ),
+            None,
+        )
+        inviter = self._invited.pop(seek.key, None)
+        if inviter is not None and inviter not in seek.passed:
+            lesser = host is None or announcement.comes_before(seek.ring, inviter, host)
+            host = inviter if lesser else host
+        if host is not None and len(seek.joins) < JOINS_MAX:
+            return self._join(seek, host, False, now)
         reason = next(reversed(seek.passed.values()), "no-host")
         return self._fail(seek, reason, max(self.epoch, seek.refused_epoch))
 
@@ -396,7 +409,19 @@ class Matchmaker:
             return no
         if self._called is None or stage > _stage(self._called):
             self._called = key
+        self._invite(caller, key)
         return [Send(caller, CallReply(key, True, self.ready_s))]
+
+    def _invite(self, caller: PeerId, key: GroupKey) -> None:
+        """Remember which host to join at when this key is sought."""
+        before = self._invited.get(key)
+        if not announcement.can_host(self._view, caller):
+            return
+        ring = announcement.key_hash(self._signer.run, key)
+        if before is None or announcement.comes_before(ring, caller, before):
+            self._invited[key] = caller
+        while len(self._invited) > INVITATIONS_MAX:
+            del self._invited[next(iter(self._invited))]
 
     def _called_while_seeking(self, seek: _Seek, caller: PeerId, now: float) -> list[Effect]:
         """Answer another host of the key that this peer seeks: one of the two should have all."""
