@@ -10,6 +10,8 @@ import pytest
 
 from moshpit.config import MatchmakingConfig
 from moshpit.events import Notice
+from moshpit.identity.keys import KeySigner, PeerKey
+from moshpit.protocol import announcement
 from moshpit.protocol.machine import (
     Emit,
     GroupReady,
@@ -20,7 +22,7 @@ from moshpit.protocol.machine import (
 )
 from moshpit.protocol.matchmaking import JoinFields, Matchmaker
 from moshpit.sim.signer import SimSigner
-from moshpit.types import RunId
+from moshpit.types import PeerId, RunId
 from moshpit.wire.messages import (
     Call,
     CallReply,
