@@ -9,13 +9,20 @@ from __future__ import annotations
 import math
 import pydoc_data.topics as manual
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+_files: Any = import_module("safetensors.torch")  # without types
+
 CONTEXT = 64
 _BLOCK = 1024
+_RECENT = 4
+_BATCH = 64
 _HELD_OUT_EVERY = 10
 
 
@@ -39,7 +46,7 @@ def corpus() -> Corpus:
     text = "\n".join(dict.fromkeys(topics[name] for name in sorted(topics)))
     alphabet = {c: i for i, c in enumerate(sorted(set(text)))}
     codes = torch.tensor([alphabet[c] for c in text])
-    blocks = codes.split(_BLOCK)
+    blocks = [codes[at : at + _BLOCK] for at in range(0, len(codes), _BLOCK)]
     held_out = [b for i, b in enumerate(blocks) if i % _HELD_OUT_EVERY == _HELD_OUT_EVERY // 2]
     train = [b for i, b in enumerate(blocks) if i % _HELD_OUT_EVERY != _HELD_OUT_EVERY // 2]
     return Corpus(torch.cat(train), torch.cat(held_out), len(alphabet))
@@ -86,24 +93,28 @@ class CharTransformer(nn.Module):
     """
 
     def __init__(
-        self, characters: int, *, width: int = 96, layers: int = 3, heads: int = 4, seed: int = 0
+        self, characters: int, *, width: int = 96, layers: int = 2, heads: int = 4, seed: int = 0
     ) -> None:
         super().__init__()
         self.token = nn.Embedding(characters, width)
         self.place = nn.Embedding(CONTEXT, width)
+        self.recent = nn.Conv1d(width, width, _RECENT, groups=width, bias=False)
         self.blocks = nn.ModuleList([_Block(width, heads) for _ in range(layers)])
         self.last = nn.LayerNorm(width)
         self.head = nn.Linear(width, characters)
         random = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                scale = 0.02
+            if parameter.dim() >= 2:
+                scale = 0.3 if name == "recent.weight" else 0.02
                 if name.endswith(("out.weight", "down.weight")):
                     scale /= math.sqrt(2 * layers)
                 nn.init.normal_(parameter, std=scale, generator=random)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.token(tokens) + self.place.weight[: tokens.shape[1]]
+        x = self.token(tokens)
+        # Each place sees the last few characters at once; attention alone learns that slowly.
+        x = x + self.recent(F.pad(x.transpose(1, 2), (_RECENT - 1, 0))).transpose(1, 2)
+        x = x + self.place.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         return self.head(self.last(x))
@@ -120,10 +131,10 @@ def validation_loss(model: nn.Module, held_out: torch.Tensor) -> float:
     usable = (len(held_out) - 1) // CONTEXT * CONTEXT
     inputs = held_out[:usable].view(-1, CONTEXT)
     targets = held_out[1 : usable + 1].view(-1, CONTEXT)
-    total = sum(
-        loss_of(model, i, t).item() * len(i)
-        for i, t in zip(inputs.split(64), targets.split(64), strict=True)
-    )
+    total = 0.0
+    for at in range(0, len(inputs), _BATCH):
+        part = inputs[at : at + _BATCH]
+        total += loss_of(model, part, targets[at : at + _BATCH]).item() * len(part)
     return total / len(inputs)
 
 
@@ -134,3 +145,13 @@ def learning_rate(progress: float, peak: float = 3e-3, warm_up: float = 0.08) ->
         return peak * (0.1 + 0.9 * progress / warm_up)
     fraction = min(1.0, (progress - warm_up) / (1 - warm_up))
     return peak * (0.05 + 0.95 * (1 + math.cos(math.pi * fraction)) / 2)
+
+
+def save_weights(model: nn.Module, path: Path) -> None:
+    """Write a model's weights (safetensors)."""
+    _files.save_file(dict(model.state_dict()), path)
+
+
+def load_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Read what `save_weights` wrote."""
+    return _files.load_file(path)

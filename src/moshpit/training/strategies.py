@@ -66,7 +66,7 @@ class Strategy(ABC):
             )
         self.samples_per_epoch = float(samples_per_epoch)
         self.overlap = overlap
-        self.samples = 0.0
+        self.samples: float = 0.0
         """Samples of this peer since its last snapshot."""
         self._inner: torch.optim.Optimizer | None = None
         self._model: torch.nn.Module | None = None
