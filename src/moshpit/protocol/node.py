@@ -156,6 +156,8 @@ class Node:
         self._closed: OrderedDict[GroupId, None] = OrderedDict()
         self._generation = -1
         self._skew = 0.0
+        self._own_now = now
+        self._own_wakeup = now
         self._wakeup: float | None = now
 
     # --- what drivers read ----------------------------------------------------------------
@@ -198,7 +200,7 @@ class Node:
         """Take one event; return what is to be done, in order."""
         if self._wakeup is not None and now - self._wakeup > PAUSE_MIN_S:
             self._skew += now - self._wakeup
-        now -= self._skew
+        now = self._own_time(now)
         effects: list[Effect] = []
         match event:
             case Received(peer=peer, message=message):
@@ -225,6 +227,15 @@ class Node:
                 effects += self._membership.leave(now)
         self._rest(effects, now)
         return effects
+
+    def _own_time(self, now: float) -> float:
+        """Return the time on the clock without pauses. It never jumps back, and a wake-up that
+        is due is due, whatever rounding takes."""
+        own = max(self._own_now, now - self._skew)
+        if self._wakeup is not None and now >= self._wakeup:
+            own = max(own, self._own_wakeup)
+        self._own_now = own
+        return own
 
     # --- routing --------------------------------------------------------------------------
 
@@ -508,7 +519,10 @@ class Node:
         if self._averaging is None and self._due is None:
             times.append(self._progress.wakeup)
         soonest = min((t for t in times if t is not None), default=None)
-        return None if soonest is None else soonest + self._skew
+        if soonest is None:
+            return None
+        self._own_wakeup = soonest
+        return soonest + self._skew
 
     def __repr__(self) -> str:
         return f"<Node {short(self._signer.peer)} epoch {self._epoch}>"
