@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from moshpit.config import MatchmakingConfig, RoundConfig
 from moshpit.protocol import grid
-from moshpit.protocol.hosting import roster
+from moshpit.protocol.hosting import ranked
 from moshpit.protocol.machine import Effect, GroupReady, LinkDown, Received, SeekFailed, Send, Tick
 from moshpit.protocol.matchmaking import JoinFields, Matchmaker
 from moshpit.sim.signer import SIM_ADMISSION, SimSigner
@@ -101,7 +101,7 @@ def fields(weighs: bool = True, origin: bytes = b"", **changes: object) -> JoinF
 
 def first_key(view: StaticView, epoch: int = 0, group_size: int = 4) -> GroupKey:
     """Return the key of a peer on axis 0, from its own view, as its node does."""
-    peers = roster(view, SCHEMA, epoch)
+    peers = ranked(view, SCHEMA, epoch)
     plan = grid.plan(len(peers), group_size)
     return GroupKey(epoch, 0, plan.path(peers.index(PeerId(view.me.peer)), 0))
 

@@ -49,7 +49,7 @@ WINDOW_FACTOR = 4.0  # guess: × the usual spread of arrivals
 WINDOW_MARGIN_S = 1.0  # guess
 
 
-def roster(view: View, schema: bytes, epoch: int) -> list[PeerId]:
+def ranked(view: View, schema: bytes, epoch: int) -> list[PeerId]:
     """Return the live peers of a schema in the order of their ranks in this epoch."""
     peers: list[PeerId] = []
     for peer in view.live:
@@ -123,8 +123,8 @@ class Hosting:
         self._spread_s: float | None = None
         # Two lives of one peer must not make the same group id.
         self._serial = rng.getrandbits(64) << 32
-        self._roster_of: tuple[int, int, bytes] | None = None
-        self._roster: list[PeerId] = []
+        self._ranking_of: tuple[int, int, bytes] | None = None
+        self._ranking: list[PeerId] = []
         self._seen_generation = view.generation
 
     @property
@@ -317,17 +317,17 @@ class Hosting:
         return min(self._config.window_s_max, WINDOW_FACTOR * self._spread_s + WINDOW_MARGIN_S)
 
     def _ranked(self, epoch: int, schema: bytes) -> list[PeerId]:
-        """Return the roster, from a cache for as long as the view does not change."""
+        """Return the ranking, from a cache for as long as the view does not change."""
         wanted = (epoch, self._view.generation, schema)
-        if self._roster_of != wanted:
-            self._roster = roster(self._view, schema, epoch)
-            self._roster_of = wanted
-        return self._roster
+        if self._ranking_of != wanted:
+            self._ranking = ranked(self._view, schema, epoch)
+            self._ranking_of = wanted
+        return self._ranking
 
     def _open(self, join: Join, now: float) -> Assembly:
         key = join.key
-        ranked = self._ranked(key.epoch, join.schema)
-        plan = grid.plan(len(ranked), self._config.group_size) if ranked else None
+        peers = self._ranked(key.epoch, join.schema)
+        plan = grid.plan(len(peers), self._config.group_size) if peers else None
         ranks: Sequence[int] = plan.members(key.axis, key.path) if plan else ()
         assembly = Assembly(
             key=key,
@@ -336,7 +336,7 @@ class Hosting:
             opened_at=now,
             ack_at=now + self._config.join_timeout_s / 3,
             plan=plan,
-            expected=tuple(ranked[rank] for rank in ranks),
+            expected=tuple(peers[rank] for rank in ranks),
         )
         for peer in assembly.expected:
             self._wait_for(assembly, peer, now)
