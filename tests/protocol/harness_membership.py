@@ -209,7 +209,10 @@ class Net:
             if event is not None:
                 host.waiting.append(event)
             return
-        effects = host.machine.handle(Tick() if event is None else event, self.now - host.skew)
+        own = self.now - host.skew
+        if event is None and host.machine.wakeup is not None:
+            own = max(own, host.machine.wakeup)  # taking the skew out must not round below it
+        effects = host.machine.handle(Tick() if event is None else event, own)
         if self.trace is not None:
             self.trace.append(f"{self.now:.6f} {self.numbers[peer]} {event!r} {effects!r}")
         self._effects(peer, effects)

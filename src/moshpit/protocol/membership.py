@@ -4,7 +4,7 @@ Theory of operation. Every probe interval one peer, in a shuffled round-robin or
 No answer in time: `indirect_probes` others are asked to ping it (`PingReq`). Still none: it is
 *suspected*, it is told so, and it has `suspicion_multiplier · log10(N+1)` intervals to refute
 by a record of a higher incarnation. Then the peers that probed it themselves call it dead;
-those that only heard of the suspicion probe it first, so that lost messages kill nobody.
+those that only heard of the suspicion begin to probe it then, so that lost messages kill nobody.
 A refused connection means that the process is gone: indirect probes start at once, and a
 second witness, or their failure, is death without a wait.
 
@@ -38,6 +38,7 @@ from moshpit.protocol.machine import (
     Rng,
     Send,
     Signer,
+    Tick,
 )
 from moshpit.protocol.probing import Probe, Probes, Relay
 from moshpit.protocol.roster import Roster
@@ -122,13 +123,17 @@ class Membership:
             return []
         if isinstance(event, Received):
             entry = self._roster.heard(event.peer, now)
-            if entry is None:
-                self._ask_stranger(event.peer, now)
             self._received(event.peer, event.message, now)
+            # Whoever speaks lives, whatever it says: a probe of it need not wait for its Ack.
+            self._probes.answered(event.peer)
+            if entry is None and event.peer not in self.view.entries:
+                self._ask_stranger(event.peer, now)
         elif isinstance(event, LinkUp):
             self._link_up(event.peer, now)
         elif isinstance(event, LinkDown):
             self._link_down(event.peer, event.refused, now)
+        elif isinstance(event, Tick):
+            self._timers(now)
         return self._end(now)
 
     def heard(self, peer: PeerId, now: float) -> None:
@@ -163,8 +168,9 @@ class Membership:
         if self._roster.urgent:
             self._roster.urgent = False
             self._push_at = min(self._push_at, max(now, self._pushed_at + PUSH_INTERVAL_S))
-        if now >= self._wakeup or now >= self._push_at:
-            self._timers(now)
+        if now >= self._push_at:
+            self._push_at, self._pushed_at = inf, now
+            self._push()
         self._wakeup = self._next()
         out = self._roster.out
         self._roster.out = []
@@ -190,15 +196,8 @@ class Membership:
             self._intervals += 1
             self._probe_next(now)
         if now >= self._exchange_at:
-            self._exchange_at = now + self._config.exchange_interval_s
-            for peer in self._some(1):
-                self._send_digest(peer, now)
-        if self._roster.urgent:
-            self._roster.urgent = False
-            self._push_at = min(self._push_at, max(now, self._pushed_at + PUSH_INTERVAL_S))
-        if now >= self._push_at:
-            self._push_at, self._pushed_at = inf, now
-            self._push()
+            self._exchange_at = now + self._config.exchange_interval_s * (0.5 + self._rng.random())
+            self._exchange(now)
 
     # --- sending --------------------------------------------------------------------------
 
@@ -262,7 +261,11 @@ class Membership:
         elif isinstance(message, Digest):
             self._answer_digest(peer, message, now)
         elif isinstance(message, Difference):
+            known = self.view.generation
             self._merge(peer, message.gossip, now)
+            if self.view.generation != known:
+                # Rumours had missed something: compare with somebody else soon.
+                self._exchange_at = min(self._exchange_at, now + self._config.probe_interval_s)
             self._answer_difference(peer, message.reply)
         elif isinstance(message, ViewAsk):
             self._send_views(peer, range(BUCKETS), ())
@@ -315,6 +318,21 @@ class Membership:
         self._digests[peer] = now
         self._send(peer, Digest(self.view.digest()))
 
+    def _exchange(self, now: float) -> None:
+        """Compare views with a random peer, and with one whose record never came."""
+        for peer in self._some(1):
+            self._send_digest(peer, now)
+        for peer in self._linked:
+            if peer not in self.view.entries:
+                self._greet(peer, now)
+                break
+        if len(self.view.live) == 1:
+            self._exchange_at = now + self._config.probe_interval_s
+
+    def _greet(self, peer: PeerId, now: float) -> None:
+        self._send(peer, News(Gossip((self.view.me,))))
+        self._send_digest(peer, now)
+
     def _ask_stranger(self, peer: PeerId, now: float) -> None:
         """Somebody unknown speaks: its record was lost, or is not believed here."""
         asked = self._digests.get(peer, -inf)
@@ -359,8 +377,7 @@ class Membership:
         self._linked[peer] = None
         entry = self._roster.heard(peer, now)
         if entry is None or not entry.status.live:
-            self._send(peer, News(Gossip((self.view.me,))))
-            self._send_digest(peer, now)
+            self._greet(peer, now)
         self._update_via(now)
 
     def _link_down(self, peer: PeerId, refused: bool, now: float) -> None:
@@ -475,14 +492,13 @@ class Membership:
         if not probe.refused:
             self._probes.failed()
         self.view.cut(entry, True)
-        hearsay_is_over = entry.status is Status.SUSPECT and entry.deadline == inf
-        if probe.refused or hearsay_is_over:
+        if probe.refused:
             self._roster.declare_dead(entry, self._me, now)
         else:
             self._roster.suspect(entry, self._me, now, first_hand=True)
 
     def _suspicion_over(self, entry: Entry, now: float) -> None:
-        """Nobody refuted: believe it if this peer's own probes say so, else probe once."""
+        """Nobody refuted: believe it if this peer's own probes say so, else try them."""
         peer = PeerId(entry.record.peer)
         if self._probes.full and not entry.first_hand:
             self._roster.doubt(entry, now)

@@ -84,9 +84,18 @@ class Probes:
         probe = self._by_seq.get(seq)
         if probe is None or (sender != probe.target and sender not in probe.helpers):
             return None
+        self._succeeded(probe)
+        return probe
+
+    def answered(self, target: PeerId) -> None:
+        """End the probe of a peer that gave another sign of life."""
+        probe = self._by_target.get(target)
+        if probe is not None:
+            self._succeeded(probe)
+
+    def _succeeded(self, probe: Probe) -> None:
         self.end(probe)
         self.health = max(0, self.health - 1)
-        return probe
 
     def end(self, probe: Probe) -> None:
         """Forget a probe."""

@@ -26,7 +26,7 @@ from moshpit.events import Notice
 from moshpit.protocol.gossip import Rumor, Rumors, gossip_of, suspicion_of
 from moshpit.protocol.judge import COUNTER_MAX, record_flaw, suspicion_flaw
 from moshpit.protocol.machine import Effect, Emit, Send, Signer
-from moshpit.protocol.view import Entry, LiveView, Status
+from moshpit.protocol.view import Entry, LiveView, Status, same_standing
 from moshpit.types import PeerId
 from moshpit.wire.messages import Gossip, News, PeerRecord, Suspicion
 
@@ -34,7 +34,6 @@ SPREAD_MAX: Final = 96  # guess: longer lists of records are not passed on as ru
 REFUSALS_PER_MESSAGE_MAX: Final = 8  # guess: notices about one message
 ACCUSERS_MAX: Final = 4  # guess: names kept of those who suspect a peer
 
-_URGENT = ("incarnation", "role", "addresses", "via", "schema", "left")
 _EXTRAPOLATED = ("samples", "rate", "step_s")
 
 
@@ -86,7 +85,7 @@ class Roster:
                     self._defend_record(sender, record, now)
                 elif record.peer == sender and record != known:
                     self.tell(entry, now)
-                else:
+                elif spread:
                     self.rumors.heard(record.peer, False)
                 return
             if (record.incarnation, record.version) < (known.incarnation, known.version):
@@ -150,7 +149,7 @@ class Roster:
             self._acquit(entry, now)
         if spread:
             self.rumors.add(record)
-            self.urgent |= any(getattr(old, name) != getattr(record, name) for name in _URGENT)
+            self.urgent |= not same_standing(old, record)
 
     def _merge_suspicion(self, sender: PeerId, rumor: Suspicion, now: float) -> None:
         flaw = suspicion_flaw(rumor)
@@ -217,10 +216,13 @@ class Roster:
             self._say("peer-suspected", entry, by)
             self._try(entry, now)
             self.rumors.add(suspicion_of(entry, by))
-        if first_hand:
+        if first_hand and not entry.first_hand:
+            peer = PeerId(entry.record.peer)
             entry.first_hand = True
-            self.accused[PeerId(entry.record.peer)] = None
-            self._answer(PeerId(entry.record.peer), (suspicion_of(entry, by),))
+            self.accused[peer] = None
+            if entry.deadline == inf:
+                self._try(entry, now)
+            self._answer(peer, (suspicion_of(entry, by),))
 
     def declare_dead(self, entry: Entry, by: bytes, now: float) -> None:
         """Believe that a peer is dead."""

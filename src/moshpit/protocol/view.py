@@ -4,6 +4,10 @@
 alone changes it. Everything that is asked often is kept, not computed: the sorted ids, the
 generation, and for the digest one hash per bucket of ids (the exclusive or of a hash per live
 record), so that a change costs the same in a swarm of ten as in one of ten thousand.
+
+The hash of a record covers its standing (who, where, what, in which life), not its progress:
+while a swarm trains, some progress is always under way, and digests that showed it would make
+two peers exchange everything whenever they compare.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 from typing import Final
+
+import msgspec
 
 from moshpit.types import PeerId
 from moshpit.wire.messages import PeerRecord
@@ -66,9 +72,29 @@ def bucket_of(peer: bytes) -> int:
     return peer[0] >> 2
 
 
+def same_standing(a: PeerRecord, b: PeerRecord) -> bool:
+    """Whether two records of a peer differ in progress only (samples, rates, epoch)."""
+    return (
+        a.incarnation == b.incarnation
+        and a.schema == b.schema
+        and a.addresses == b.addresses
+        and a.via == b.via
+        and a.role == b.role
+        and a.left == b.left
+    )
+
+
 def _hash(record: PeerRecord) -> int:
-    triple = b"%b%x.%x" % (record.peer, record.incarnation, record.version)
-    return int.from_bytes(hashlib.blake2b(triple, digest_size=HASH_BYTES).digest(), "little")
+    standing = (
+        record.peer,
+        record.incarnation,
+        record.role,
+        record.addresses,
+        record.via,
+        record.schema,
+    )
+    digest = hashlib.blake2b(msgspec.msgpack.encode(standing), digest_size=HASH_BYTES).digest()
+    return int.from_bytes(digest, "little")
 
 
 class LiveView:
@@ -133,10 +159,12 @@ class LiveView:
     def renew(self, entry: Entry, record: PeerRecord, now: float) -> None:
         """Replace a peer's record by a newer one."""
         old = entry.record
-        new_hash = _hash(record)
-        if entry.status.live:
-            self._hashes[bucket_of(record.peer)] ^= entry.hash ^ new_hash
-        entry.record, entry.at, entry.hash = record, now, new_hash
+        entry.record, entry.at = record, now
+        if not same_standing(old, record):
+            new_hash = _hash(record)
+            if entry.status.live:
+                self._hashes[bucket_of(record.peer)] ^= entry.hash ^ new_hash
+            entry.hash = new_hash
         if old.role != record.role or old.schema != record.schema:
             self.generation += 1
         self._tell(entry)
