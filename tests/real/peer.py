@@ -19,7 +19,9 @@ import time
 import torch
 
 import moshpit
+from moshpit.config import TransportConfig
 from moshpit.events import RoundReport
+from moshpit.tensors.layout import ChunkPlan
 from moshpit.types import short
 
 
@@ -40,8 +42,7 @@ def inputs(number: int, numel: int) -> torch.Tensor:
 def ledger_error(report: RoundReport, result: torch.Tensor, numbers: dict[str, int]) -> float:
     """How far the result is from what the round's ledger says, worst over all chunks."""
     numel = result.numel()
-    chunks = len(report.ledger)
-    step = -(-numel // chunks)
+    plan = ChunkPlan.of(numel, TransportConfig())
     shared = torch.linspace(-1.0, 1.0, numel)
     worst = 0.0
     for chunk, mask in enumerate(report.ledger):
@@ -54,7 +55,7 @@ def ledger_error(report: RoundReport, result: torch.Tensor, numbers: dict[str, i
             mass, a, b = mass + weight, a + weight * a_i, b + weight * b_i
         if chunk not in report.missing and abs(mass - report.masses[chunk]) > 1e-6 * mass:
             return float("inf")
-        part = slice(chunk * step, min((chunk + 1) * step, numel))
+        part = plan.slice(chunk)
         expected = (a / mass) * shared[part] + b / mass
         worst = max(worst, (result[part] - expected).abs().max().item())
     return worst

@@ -47,6 +47,7 @@ from moshpit.protocol.machine import (
     Signer,
     TakeResult,
     Tick,
+    View,
 )
 from moshpit.protocol.node import Node
 from moshpit.runtime.jobs import Averaging
@@ -138,6 +139,8 @@ class Driver:
         self._pending: deque[Event] = deque()
         self._contacts: Sequence[Address] = ()
         self._contact_task: asyncio.Task[None] | None = None
+        self._waiters: list[tuple[Callable[[View], bool], asyncio.Future[None]]] = []
+        self._generation = -1
         self._idle = asyncio.Event()
         self._idle.set()
         self._leaving = False
@@ -208,6 +211,29 @@ class Driver:
         self._live.clear()
         self._queues.clear()
 
+    async def until(self, wanted: Callable[[View], bool], timeout_s: float) -> bool:
+        """Wait until the view is as wanted; False if it is not in time."""
+        if wanted(self.node.view):
+            return True
+        waiter = (wanted, self._loop.create_future())
+        self._waiters.append(waiter)
+        try:
+            await asyncio.wait_for(waiter[1], timeout_s)
+        except TimeoutError:
+            return False
+        finally:
+            self._waiters.remove(waiter)
+        return True
+
+    def _look(self) -> None:
+        """Wake those who wait for a view like the present one."""
+        view = self.node.view
+        if view.generation != self._generation:
+            self._generation = view.generation
+            for wanted, future in self._waiters:
+                if not future.done() and wanted(view):
+                    future.set_result(None)
+
     # --- what the trainer asks ------------------------------------------------------------
 
     def attach(self, schema: bytes, target: float) -> None:
@@ -259,6 +285,7 @@ class Driver:
         if self._pending:
             self.handle(self._pending.popleft())
         else:
+            self._look()
             self._arm()
 
     def _arm(self) -> None:

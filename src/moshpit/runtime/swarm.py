@@ -16,7 +16,7 @@ import torch
 from moshpit.config import SwarmConfig
 from moshpit.errors import ClosedError, ConfigError, LocalError
 from moshpit.events import EpochReport, Notice
-from moshpit.protocol.machine import Signer
+from moshpit.protocol.machine import Signer, View
 from moshpit.runtime.background import NetworkThread
 from moshpit.runtime.driver import Driver, Listeners
 from moshpit.runtime.jobs import Averaging
@@ -89,8 +89,6 @@ class Swarm:
         self._reported = (0.0, 0.0)
         self._numel = 0
         self._plan: ChunkPlan | None = None
-        self._view_changed = threading.Condition()
-        self._peers: tuple[PeerRecord, ...] = ()
         self._closed = False
         self._close_lock = threading.Lock()
         self._owner = os.getpid()
@@ -137,16 +135,14 @@ class Swarm:
         Raises:
             TimeoutError: they were not there in time; says how many were.
         """
-        deadline = time.monotonic() + timeout_s
-        with self._view_changed:
-            while (found := len(self.peers())) < n:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError(
-                        f"{found} of {n} peers after {timeout_s:g} s; are the others started with "
-                        "the same ticket, and is an address of the ticket reachable?"
-                    )
-                self._view_changed.wait(min(left, 0.5))
+        if not self._wait_for(lambda view: len(view.live) >= n, timeout_s):
+            raise TimeoutError(
+                f"{len(self.peers())} of {n} peers after {timeout_s:g} s; are the others started "
+                "with the same ticket, and is an address of the ticket reachable?"
+            )
+
+    def _wait_for(self, wanted: Callable[[View], bool], timeout_s: float) -> bool:
+        return self._thread.call(self._driver.until(wanted, timeout_s))
 
     # --- averaging ------------------------------------------------------------------------
 
@@ -179,7 +175,9 @@ class Swarm:
         Source: paper §3.1, design §4.
         """
         layout = VectorLayout(tensors)
-        self.attach(layout.schema, layout.numel, self._target)
+        if self.attach(layout.schema, layout.numel, self._target):
+            # The others have just started, too: see what they average before we count them.
+            self._wait_for(_all_attached, self._config.matchmaking.window_s_first)
         vector = torch.empty(layout.numel, dtype=torch.float32)
         layout.flatten_into(vector, tensors)
         job = self._begin(vector, weight, None, always_weighs=True)
@@ -188,17 +186,20 @@ class Swarm:
         layout.write_back(job.mean, results)
         return results, report
 
-    def attach(self, schema: bytes, numel: int, samples_per_epoch: float) -> None:
+    def attach(self, schema: bytes, numel: int, samples_per_epoch: float) -> bool:
         """Say what this peer averages; strategies call it once, `average` by itself.
 
         Args:
             schema: 8 bytes that are equal only for equal layouts (`VectorLayout.schema`).
             numel: how many numbers the vector has.
             samples_per_epoch: of the whole swarm; 0 if averaging begins only on request.
+
+        Returns:
+            Whether this is news; saying the same again does nothing.
         """
         wire_schema = schema + numel.to_bytes(NUMEL_BYTES, "little")
         if (wire_schema, samples_per_epoch) == (self._schema, self._target):
-            return
+            return False
         self._schema, self._numel, self._target = wire_schema, numel, samples_per_epoch
         self._plan = ChunkPlan.of(numel, self._config.transport)
 
@@ -206,6 +207,7 @@ class Swarm:
             self._driver.attach(wire_schema, samples_per_epoch)
 
         self._thread.call(attach())
+        return True
 
     @property
     def epoch(self) -> int:
@@ -330,6 +332,8 @@ class Swarm:
         level = logging.INFO if notice.code in _QUIET else logging.WARNING
         who = f" {short(notice.peer)}" if notice.peer is not None else ""
         log.log(level, "%s%s: %s", notice.code, who, notice.detail)
-        if notice.code.startswith("peer-"):
-            with self._view_changed:
-                self._view_changed.notify_all()
+
+
+def _all_attached(view: View) -> bool:
+    records = [view.record(peer) for peer in view.live]
+    return all(r.schema or not Role(r.role).trains for r in records if r is not None)
