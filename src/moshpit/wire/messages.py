@@ -130,7 +130,7 @@ class Digest(Message, frozen=True, tag=5):
     """A summary of my view in buckets; the receiver answers with `Difference`s."""
 
     buckets: tuple[bytes, ...]
-    """For each bucket of peer ids, a hash of its (peer, incarnation, version) triples."""
+    """For each bucket of peer ids, a hash of its live records, but for their progress."""
 
 
 class Difference(Message, frozen=True, tag=6):
@@ -343,7 +343,9 @@ class BulkOffer(Message, frozen=True, tag=30):
 class BulkAsk(Message, frozen=True, tag=31):
     """Please offer me a bulk connection and dial it. Transport only, like the next three."""
 
-    reversed: bool = False
+    last: bytes
+    """The token of the last offer that I have had from you; empty: none."""
+    reversed: bool
     """It would be my turn to dial, but I cannot reach you."""
 
 
