@@ -127,18 +127,8 @@ def _show(result: Result) -> None:
 def _show_table(results: list[Result]) -> None:
     names = [finding.invariant for finding in results[0].findings]
     table = Table(box=None, pad_edge=False)
-    columns = (
-        "seed",
-        *names,
-        "epochs",
-        "complete",
-        "partial",
-        "failed",
-        "stale",
-        "virtual",
-        "real",
-    )
-    for column in columns:
+    outcomes = ("complete", "partial", "failed")
+    for column in ("seed", *names, "epochs", *outcomes, "stale", "virtual", "real"):
         table.add_column(column, justify="right")
     for r in results:
         marks = ["[green]ok[/]" if f.ok else f"[bold red]{f.violations}[/]" for f in r.findings]

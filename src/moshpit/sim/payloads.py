@@ -115,7 +115,9 @@ class Payloads:
 
     def _send_result(self, process: Process, effect: SendResult) -> None:
         mean = process.store.rounds[effect.group].means.get(effect.chunk)
-        if mean is None:
+        if effect.mass == 0.0:  # nobody had anything to give: a header and no value
+            mean = Mean(0.0, effect.ballot, 0.0, 0, -1)
+        elif mean is None:
             self._misuse(process, effect, "sends a result that it does not hold")
             return
         header = ChunkHeader(

@@ -31,8 +31,8 @@ class Host:
     """A machine: where it stands, what its line carries, and which process runs on it."""
 
     __slots__ = (
-        "bulk_queue", "dark", "down", "down_free", "index", "loss", "nat", "process", "region",
-        "sides", "slow", "up", "up_busy",
+        "bulk_queue", "dark", "down", "down_free", "index", "lives", "loss", "nat", "process",
+        "region", "sides", "slow", "up", "up_busy",
     )  # fmt: skip
 
     def __init__(self, index: int, region: int, up: float, down: float, nat: bool) -> None:
@@ -48,6 +48,7 @@ class Host:
         self.dark = False
         """Without power: nothing answers, not even that nobody listens."""
         self.process: Process | None = None
+        self.lives = 0
         self.bulk_queue: deque[Bulk] = deque()
         self.up_busy = False
         self.down_free = 0.0
@@ -88,7 +89,8 @@ class Process:
         self.peer = peer
         self.host = host
         self.role = role
-        self.name = f"p{host.index}" if index == host.index else f"p{host.index}.{index}"
+        self.name = f"p{host.index}" if host.lives == 0 else f"p{host.index}.{host.lives + 1}"
+        host.lives += 1
         self.alive = True
         self.paused = False
         self.leaving = False

@@ -38,7 +38,7 @@ Payload = Contribution | Mean
 class Round:
     """What one process holds of one group all-reduce."""
 
-    __slots__ = ("ended", "local", "means", "seat", "sums")
+    __slots__ = ("empty", "local", "means", "seat", "sums")
 
     def __init__(self, seat: int, local: list[float]) -> None:
         self.seat = seat
@@ -46,7 +46,8 @@ class Round:
         self.sums: dict[int, list[tuple[int, float, float]]] = {}
         """For each chunk being summed: (seat, value, mass) of what is in it."""
         self.means: dict[int, Mean] = {}
-        self.ended = False
+        self.empty: dict[int, int] = {}
+        """For each chunk, the bit mask of the seats that said that they have nothing to give."""
 
     def add(self, chunk: int, seat: int, value: float, mass: float) -> None:
         """Add a contribution to a sum."""

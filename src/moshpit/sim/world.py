@@ -37,7 +37,7 @@ from moshpit.sim.process import Host, Process, peer_id
 from moshpit.sim.scenario import Scenario
 from moshpit.sim.schedule import Schedule
 from moshpit.sim.signer import SIM_ADMISSION, SimSigner
-from moshpit.sim.store import Payload
+from moshpit.sim.store import Contribution, Payload
 from moshpit.sim.trace import Trace
 from moshpit.sim.trainer import SCHEMA, Job, Phase, Trainer
 from moshpit.types import PeerId, Role, short
@@ -365,8 +365,7 @@ class World:
         effects = node.handle(event, clock)
         self.trace.event(now, process, event, effects)
         if kind is ChunkArrived:
-            accumulated = any(type(effect) is Accumulate for effect in effects)
-            self.checkers.received_chunk(now, process, event, accumulated)  # type: ignore[arg-type]
+            self._judge_chunk(process, event, payload, effects)  # type: ignore[arg-type]
         elif kind is Received and type(event.message) is Join:  # type: ignore[union-attr]
             self.checkers.received_join(now, process, event.peer, effects)  # type: ignore[union-attr]
         if effects:
@@ -377,6 +376,16 @@ class World:
                 if type(effect) is GroupReady:
                     self.faults.group_formed(effect.formed.key.epoch)
         self._arm(process)
+
+    def _judge_chunk(
+        self, process: Process, event: ChunkArrived, payload: Payload | None, effects: list[Effect]
+    ) -> None:
+        accumulated = any(type(effect) is Accumulate for effect in effects)
+        self.checkers.received_chunk(self.schedule.now, process, event, accumulated)
+        round_ = process.store.rounds.get(event.header.group)
+        if event.header.mass == 0.0 and type(payload) is Contribution and round_ is not None:
+            chunk = event.header.chunk
+            round_.empty[chunk] = round_.empty.get(chunk, 0) | 1 << payload.seat
 
     def _arm(self, process: Process) -> None:
         """Schedule the next tick, unless an earlier one is scheduled anyway."""
