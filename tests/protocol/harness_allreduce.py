@@ -245,7 +245,7 @@ class World:
             if other.seat != seat:
                 event = LinkDown(peer_of(seat), True, "reset by peer")
                 arrival = max(self.now + refused_after, self._last.get(("c", seat, other.seat), 0))
-                self.at(arrival, lambda p=other: self.deliver(p, event, None))
+                self.at(arrival, lambda p=other, e=event: self.deliver(p, e, None))
 
     def pause(self, seat: int, seconds: float) -> None:
         """Stop a process; what arrives meanwhile waits, and its clock does not see the gap."""
@@ -285,15 +285,14 @@ class World:
             if not process.alive:
                 return
         self.steps += 1
+        if isinstance(event, Received | ChunkArrived):
+            process.heard.add(event.peer[0])
         if process.machine is None:
             self._before_start(process, event)
             return
-        if isinstance(event, Received | ChunkArrived):
-            source = event.peer[0]
-            process.heard.add(source)
-            if process.machine.closed:
-                self._after_close(process, source, event)
-                return
+        if process.machine.closed:
+            self._after_close(process, event)
+            return
         self._do(process, process.machine.handle(event, self.now - process.skew), event, payload)
 
     def _before_start(self, process: Process, event: Event) -> None:
@@ -302,11 +301,11 @@ class World:
         elif isinstance(event, Received) and isinstance(event.message, GroupFormed):
             self.start(process)
 
-    def _after_close(self, process: Process, source: int, event: Event) -> None:
+    def _after_close(self, process: Process, event: Event) -> None:
         if isinstance(event, ChunkArrived) or (
             isinstance(event, Received) and isinstance(event.message, Beat | Takeover | Want)
         ):
-            self._send(process.seat, source, RoundOver(GROUP, 4))
+            self._send(process.seat, event.peer[0], RoundOver(GROUP, 4))
 
     def _arm(self, process: Process) -> None:
         machine = process.machine
@@ -353,19 +352,21 @@ class World:
                 self._send(seat, peer[0], message)
             case Emit(notice=notice):
                 process.notices.append(notice)
-            case SendContribution(peer=peer, chunk=chunk, ballot=ballot, mass=mass):
+            case SendContribution(peer=peer, chunk=chunk):
                 assert process.ended_at is None, "a contribution after the end"
                 value = Value(process.local[chunk], seat)
                 self._send_chunk(process, peer[0], ChunkKind.CONTRIBUTION, effect, value)
-            case SendResult(peer=peer, chunk=chunk, ballot=ballot, mass=mass):
+            case SendResult(peer=peer, chunk=chunk, mass=mass):
                 value = process.results.get(chunk)
                 if mass == 0:
                     value = Value(process.local[chunk], seat)
                 assert value is not None, "a result that is not here"
                 self._send_chunk(process, peer[0], ChunkKind.RESULT, effect, value)
             case Accumulate(chunk=chunk, mass=mass):
-                assert isinstance(event, ChunkArrived) and payload is not None
-                assert event.header.kind is ChunkKind.CONTRIBUTION and not event.fault
+                assert isinstance(event, ChunkArrived)
+                assert payload is not None
+                assert event.header.kind is ChunkKind.CONTRIBUTION
+                assert not event.fault
                 assert (chunk, mass) == (event.header.chunk, event.header.mass)
                 self._add(process, chunk, payload.maker, mass, payload.value)
             case AccumulateOwn(chunk=chunk, mass=mass):
@@ -375,10 +376,13 @@ class World:
             case Finalize():
                 self._finalize(process, effect)
             case TakeResult(chunk=chunk):
-                assert isinstance(event, ChunkArrived) and payload is not None
-                assert event.header.kind is ChunkKind.RESULT and not event.fault
+                assert isinstance(event, ChunkArrived)
+                assert payload is not None
+                assert event.header.kind is ChunkKind.RESULT
+                assert not event.fault
                 assert chunk == event.header.chunk
-                assert chunk not in process.results and chunk not in process.sums
+                assert chunk not in process.results
+                assert chunk not in process.sums
                 process.results[chunk] = payload
             case CancelSends(peer=peer):
                 key = ("b", seat, peer[0])
@@ -492,8 +496,9 @@ class World:
                 continue
             report = process.report
             assert report is not None, f"seat {process.seat} never ended (L1)"
-            assert process.ended_at is not None and process.closed_at is not None, "not closed"
-            began = 0.0 if process.machine is None else process.machine._round.started  # noqa: SLF001
+            assert process.ended_at is not None
+            assert process.closed_at is not None, f"seat {process.seat} never closed (L1)"
+            began = process.machine._round.started
             assert process.ended_at <= began + DEADLINE_S + 1e-6, "ended after the deadline (L1)"
             limit = began + DEADLINE_S + self.config.linger_s
             assert process.closed_at <= limit + self.config.heartbeat_s, "closed too late (L1)"

@@ -101,6 +101,8 @@ class AllReduce:
         self._takeovers = Takeovers(state, self._serving, self._reductions)
         self._told_lost = 0
         self._lost_at = [now] * self._seating.size
+        self._chunk_at = [now] * self._seating.size
+        self._gap_s = 0.0  # the longest time between two chunks of one sender
         self._next_beat = now + config.heartbeat_s
 
     @property
@@ -187,7 +189,7 @@ class AllReduce:
             return False
         if not seating.present >> seat & 1:
             seating.present |= 1 << seat
-            seating.present_at[seat] = now
+            seating.present_at[seat] = self._chunk_at[seat] = now
             self._beat(seat)
             self._greet(seat)
         return bool(seating.alive >> seat & 1)
@@ -196,7 +198,7 @@ class AllReduce:
         """A seat has come: it may be sent chunks from now on."""
         state = self._round
         if state.ended:
-            pass
+            state.send(seat, MemberDone(self.group))
         elif state.weighs:
             for part in self._ledger.parts:
                 if state.acting(part) == seat and state.ballot[part] == state.base[part]:
@@ -250,10 +252,11 @@ class AllReduce:
         if isinstance(message, RoundOver):
             self._over(seat, now)
             return
+        if isinstance(message, GroupAsk):
+            state.send(seat, state.formed)  # it is not in the round yet: no permission to send
+            return
         partner = self._heard(seat, now)
         match message:
-            case GroupAsk():
-                state.send(seat, state.formed)
             case Want(chunks=chunks):
                 self._serving.want(seat, chunks)
             case MemberDone():
@@ -319,6 +322,8 @@ class AllReduce:
             self._stranger(event.peer, "a chunk")
             return
         partner = self._heard(seat, now)
+        self._gap_s = max(self._gap_s, now - self._chunk_at[seat])
+        self._chunk_at[seat] = now
         if not 0 <= header.chunk < self._ledger.chunks:
             self._refuse_sender(seat, "bad-chunk", f"chunk {header.chunk}")
         elif header.kind is ChunkKind.RESULT:
@@ -378,14 +383,13 @@ class AllReduce:
         """A result is here: note it, and send it to whom it is owed."""
         state, part = self._round, self._ledger.part_of(chunk)
         self._ledger.keep(chunk, result)
+        if state.acting(part) == self._seating.me:
+            if part in self._takeovers.bids:
+                self._takeovers.offer(chunk)
+            else:
+                for seat in self._seating.seats(self._seating.alive & self._seating.present):
+                    self._serving.push(seat, 1 << chunk)
         self._serving.came(chunk)
-        if state.acting(part) != self._seating.me:
-            return
-        if part in self._takeovers.bids:
-            self._takeovers.offer(chunk)
-        else:
-            for seat in self._seating.seats(self._seating.alive & self._seating.present):
-                self._serving.push(seat, 1 << chunk)
 
     # --- time -----------------------------------------------------------------------------
 
@@ -409,21 +413,28 @@ class AllReduce:
     def _seek_results(self, now: float) -> None:
         """Ask for results that nobody is going to push to this seat."""
         state, seating, grace = self._round, self._seating, self._round.config.stall_s
+        hanging = grace + self._round.config.laggard_factor * self._gap_s
+        done = seating.done & seating.servers
         need, prefer = 0, 0
         for part in self._ledger.parts:
             lacking = self._ledger.lacking & self._ledger.mask(part)
             if not lacking:
                 continue
             acting = state.acting(part)
-            if not seating.alive or seating.estranged >> acting & 1:
-                need |= lacking
+            reducers = state.before(part, state.ballot[part]) | 1 << acting
+            if not seating.alive or seating.estranged & reducers:
+                need |= lacking  # somebody makes these results, and does not send them to us
             elif acting == seating.me:
                 waiting = self._takeovers.waiting(part)
                 if waiting and now - self._takeovers.bids[part].started > grace:
                     need |= lacking
                     prefer |= waiting
-            elif not seating.alive >> acting & 1 and now - self._lost_at[acting] > grace:
-                need |= lacking
+            elif not seating.alive >> acting & 1:
+                if now - self._lost_at[acting] > grace:
+                    need |= lacking
+            elif done and now - self._chunk_at[acting] > hanging:
+                need |= lacking  # it lives, but nothing of it arrives, and others have it all
+                prefer |= done
         self._serving.seek(need, prefer, now)
 
     # --- the end --------------------------------------------------------------------------
@@ -456,6 +467,5 @@ class AllReduce:
         self.report = self._ledger.report(now - state.started)
         self.masses_after = self._ledger.masses_after()
         state.out.append(RoundEnded(self.report))
-        for seat in seating.seats(seating.alive):
-            if seating.can_send(seat):
-                state.send(seat, MemberDone(self.group))
+        for seat in seating.seats(seating.alive & seating.present):
+            state.send(seat, MemberDone(self.group))

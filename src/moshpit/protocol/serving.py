@@ -35,6 +35,7 @@ class Serving:
         """Send a seat these results, except those that it was sent before."""
         new = chunks & self._round.ledger.have & ~self._pushed[seat]
         self._pushed[seat] |= new
+        self._wanted[seat] &= ~new
         for chunk in bits(new):
             self._send(seat, chunk)
 
@@ -122,7 +123,8 @@ class Serving:
 
     def _next_helper(self, last: int | None, prefer: int) -> int | None:
         seating = self._round.seating
-        pool = list(seating.seats(seating.servers & prefer)) or list(seating.seats(seating.servers))
+        servers = seating.servers & seating.present
+        pool = list(seating.seats(servers & prefer)) or list(seating.seats(servers))
         if not pool:
             return None
         later = seating.order[seating.order.index(last) + 1 :] if last is not None else ()

@@ -24,7 +24,7 @@ class Bid:
     Attributes:
         part, ballot: what is taken over.
         started: when.
-        told: the seats that were asked.
+        told: the seats that were asked; who has not come yet is asked when it comes.
         held: for each seat that has answered (and so promised), the bit mask of its results.
     """
 
@@ -137,7 +137,7 @@ class Takeovers:
 
     def _tell(self, bid: Bid, seat: int) -> None:
         state = self._round
-        if state.seating.can_send(seat) and not bid.told >> seat & 1:
+        if (state.seating.present & ~bid.told) >> seat & 1:
             bid.told |= 1 << seat
             state.send(seat, Takeover(state.group, bid.part, bid.ballot))
 
