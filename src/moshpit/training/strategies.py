@@ -68,6 +68,7 @@ class Strategy(ABC):
         self.overlap = overlap
         self.samples: float = 0.0
         """Samples of this peer since its last snapshot."""
+        self._main_layouts, self._extra_layouts = _Layouts(), _Layouts()
         self._inner: torch.optim.Optimizer | None = None
         self._model: torch.nn.Module | None = None
 
@@ -126,7 +127,7 @@ class Strategy(ABC):
         self.samples = float(state["samples"])
 
     def _main_layout(self) -> VectorLayout:
-        return _layout(self.parameters())
+        return self._main_layouts.of(self.parameters())
 
     def _extra_tensors(self) -> list[Named]:
         """What is assigned from the mean rather than moved by its difference. A variance, for
@@ -135,11 +136,11 @@ class Strategy(ABC):
 
     def _extra_layout(self) -> VectorLayout | None:
         extras = self._extra_tensors()
-        return _layout(extras) if extras else None
+        return self._extra_layouts.of(extras) if extras else None
 
     def _collect(self, main: list[Named]) -> Snapshot:
         """Copy ``main`` and the extras into one new vector, and look for non-finite values."""
-        layouts = [_layout(main)]
+        layouts = [self._main_layouts.of(main)]
         extra = self._extra_layout()
         if extra is not None:
             layouts.append(extra)
@@ -155,8 +156,22 @@ class Strategy(ABC):
         return Snapshot(vector, 0.0, name)
 
 
-def _layout(tensors: list[Named]) -> VectorLayout:
-    return VectorLayout([(t.name, t.tensor) for t in tensors])
+class _Layouts:
+    """Makes layouts, and keeps the last one as long as the tensors are the very same. (Loading
+    a state replaces the optimizer's tensors.)"""
+
+    def __init__(self) -> None:
+        self._tensors: list[Named] = []
+        self._layout: VectorLayout | None = None
+
+    def of(self, tensors: list[Named]) -> VectorLayout:
+        same = len(tensors) == len(self._tensors) and all(
+            a.tensor is b.tensor for a, b in zip(tensors, self._tensors, strict=True)
+        )
+        if self._layout is None or not same:
+            self._tensors = tensors
+            self._layout = VectorLayout([(t.name, t.tensor) for t in tensors])
+        return self._layout
 
 
 @final
@@ -323,7 +338,7 @@ class GradientAveraging(Strategy):
     def _apply(self, gradient: torch.Tensor) -> None:
         parameters = self.parameters()
         means = [Named(p.name, torch.empty_like(p.tensor)) for p in parameters]
-        _layout(means).write_back(gradient)
+        self._main_layouts.of(means).write_back(gradient)
         for named, mean in zip(parameters, means, strict=True):
             # A parameter that nobody used keeps its None, as without Moshpit.
             named.tensor.grad = mean.tensor if bool(mean.tensor.any().item()) else None
