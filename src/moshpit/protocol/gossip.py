@@ -1,9 +1,9 @@
 """What is still to be told to others: rumours, and pages of records.
 
 A rumour (a peer's newest record, or a suspicion of it) is sent a bounded number of times,
-fewest sends first and among those the newest first. Hearing a rumour from somebody else counts
-as one send: it is known already, so the more it has spread the less it is repeated (feedback,
-Demers et al. 1987). What a rumour misses, the exchange of digests repairs.
+fewest sends first and among those the newest first. What a rumour misses, the exchange of
+digests repairs. (Counting what is heard from others as sent saves a quarter of the bytes, but
+leaves three times as many peers without the news: measured with 24 and 100 peers.)
 """
 
 from __future__ import annotations
@@ -44,13 +44,6 @@ class Rumors:
             self._drop_stalest()
         self._levels[0][key] = rumor
         self._level_of[key] = 0
-
-    def heard(self, peer: bytes, suspicion: bool) -> None:
-        """Note that others know the rumour already."""
-        key = (peer, suspicion)
-        level = self._level_of.get(key)
-        if level is not None:
-            self._raise(key, level)
 
     def drop(self, peer: bytes, suspicion: bool) -> None:
         """Forget a rumour that is no longer true."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, final
 
 from moshpit.config import MembershipConfig
 from moshpit.protocol.gossip import beliefs, gossip_of, pages
@@ -65,12 +65,12 @@ PUSH_FANOUT: Final = 3  # guess: infect-and-die with 3 reaches 94 % before the f
 PUSH_INTERVAL_S: Final = 0.1  # guess
 RECONNECT_INTERVALS: Final = 5  # guess: probe intervals between two pings to the dead
 SUSPECTS_PROBED_MAX: Final = 4  # guess: own suspects pinged again in each interval
-VIA_PUBLISHED: Final = 3  # guess
 FAREWELLS_MAX: Final = 16  # guess: peers to whom a Goodbye is said
 DIGESTS_MAX: Final = 1024  # guess: digests sent whose answers are remembered to be due
 DIGEST_ANSWER_S: Final = 2.0  # guess: how long an answer to a digest may be under way
 
 
+@final
 class Membership:
     """The membership machine of one peer.
 
@@ -378,7 +378,7 @@ class Membership:
         entry = self._roster.heard(peer, now)
         if entry is None or not entry.status.live:
             self._greet(peer, now)
-        self._update_via(now)
+        self._roster.update_via(self._linked, now)
 
     def _link_down(self, peer: PeerId, refused: bool, now: float) -> None:
         self._linked.pop(peer, None)
@@ -386,7 +386,7 @@ class Membership:
         if entry is None or peer == self._me:
             return
         self.view.cut(entry, True)
-        self._update_via(now)
+        self._roster.update_via(self._linked, now)
         lost = self._probes.relays_lost(peer)
         if refused:
             entry.refused_at = now
@@ -399,19 +399,6 @@ class Membership:
             self._roster.declare_dead(entry, self._me, now)
         else:
             self._probe(entry, now, lost=True, refused=refused)
-
-    def _update_via(self, now: float) -> None:
-        """A client tells through whom it can be probed."""
-        me = self.view.me
-        if me.role != Role.CLIENT:
-            return
-        kept = [PeerId(peer) for peer in me.via if peer in self._linked]
-        fresh = [p for p in self._linked if p not in kept and self._dialable(p)]
-        self._roster.publish(now, {"via": tuple(kept + fresh)[:VIA_PUBLISHED]})
-
-    def _dialable(self, peer: PeerId) -> bool:
-        entry = self.view.entries.get(peer)
-        return entry is not None and entry.record.role != Role.CLIENT
 
     # --- probes ---------------------------------------------------------------------------
 
@@ -434,7 +421,7 @@ class Membership:
         if graves:
             peer = graves[self._rng.randrange(len(graves))][1]
             entry = self.view.entries.get(peer)
-            if entry is not None and entry.status is Status.DEAD and self._dialable(peer):
+            if entry is not None and entry.status is Status.DEAD and self._roster.dialable(peer):
                 self._send(peer, Ping(self._probes.next_seq(), self._gossip(peer)))
 
     def _probe(self, entry: Entry, now: float, lost: bool = False, refused: bool = False) -> bool:

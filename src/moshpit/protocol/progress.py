@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 from math import inf
-from typing import Final
+from typing import Final, final
 
 from moshpit.config import ProgressConfig
 from moshpit.protocol.judge import RATE_MAX, SAMPLES_MAX, STEP_S_MAX
@@ -62,6 +62,7 @@ class _Group:
         """The slopes of all live lines, ended or not."""
 
 
+@final
 class Progress:
     """One peer's estimate of the swarm's epoch.
 
@@ -224,7 +225,7 @@ class Progress:
     def _actual(self, now: float) -> float:
         """Return this peer's samples with the part of a step that it is probably in."""
         elapsed = max(0.0, now - self._samples_at)
-        if elapsed > STALL_STEPS * self._step_s:
+        if elapsed >= STALL_STEPS * self._step_s:
             return self._samples
         return self._samples + self._rate * min(elapsed, self._step_s)
 

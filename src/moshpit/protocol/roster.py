@@ -14,9 +14,10 @@ incarnation that is known here.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from heapq import heappop, heappush
 from math import inf, log10
-from typing import Any, Final
+from typing import Any, Final, final
 
 import msgspec
 
@@ -27,16 +28,18 @@ from moshpit.protocol.gossip import Rumor, Rumors, gossip_of, suspicion_of
 from moshpit.protocol.judge import COUNTER_MAX, record_flaw, suspicion_flaw
 from moshpit.protocol.machine import Effect, Emit, Send, Signer
 from moshpit.protocol.view import Entry, LiveView, Status, same_standing
-from moshpit.types import PeerId
+from moshpit.types import PeerId, Role
 from moshpit.wire.messages import Gossip, News, PeerRecord, Suspicion
 
 SPREAD_MAX: Final = 96  # guess: longer lists of records are not passed on as rumours
 REFUSALS_PER_MESSAGE_MAX: Final = 8  # guess: notices about one message
+VIA_PUBLISHED: Final = 3  # guess
 ACCUSERS_MAX: Final = 4  # guess: names kept of those who suspect a peer
 
 _EXTRAPOLATED = ("samples", "rate", "step_s")
 
 
+@final
 class Roster:
     """Beliefs about all peers (see the module). Effects collect in `out`."""
 
@@ -85,8 +88,6 @@ class Roster:
                     self._defend_record(sender, record, now)
                 elif record.peer == sender and record != known:
                     self.tell(entry, now)
-                elif spread:
-                    self.rumors.heard(record.peer, False)
                 return
             if (record.incarnation, record.version) < (known.incarnation, known.version):
                 if record.peer == sender:
@@ -167,17 +168,13 @@ class Roster:
                 self._answer(sender, (self.view.me,))
             return
         if rumor.incarnation != incarnation or not entry.status.live:
-            if entry.status is Status.DEAD and rumor.incarnation == incarnation:
-                self.rumors.heard(rumor.peer, True)
             return
         if rumor.dead or self._witnessed(entry, rumor.by, now):
             self.declare_dead(entry, rumor.by, now)
         elif entry.status is Status.ALIVE:
             self.suspect(entry, rumor.by, now, first_hand=False)
-        else:
-            self.rumors.heard(rumor.peer, True)
-            if rumor.by not in entry.accusers and len(entry.accusers) < ACCUSERS_MAX:
-                entry.accusers += (rumor.by,)
+        elif rumor.by not in entry.accusers and len(entry.accusers) < ACCUSERS_MAX:
+            entry.accusers += (rumor.by,)
 
     def _witnessed(self, entry: Entry, by: bytes, now: float) -> bool:
         """Whether somebody else's suspicion confirms a refused connection seen here."""
@@ -312,7 +309,6 @@ class Roster:
     def _defend_record(self, sender: PeerId, record: PeerRecord, now: float) -> None:
         """A record of this very peer that it did not make: it is from an earlier life."""
         if record is self.view.me or record == self.view.me:
-            self.rumors.heard(self.me, False)
             return
         flaw = record_flaw(record)
         if flaw is None and not self._signer.verify_message(record, self.me):
@@ -337,6 +333,21 @@ class Roster:
         self._sign(now, **changed)
         self.urgent |= any(name not in _EXTRAPOLATED for name in changed)
         return True
+
+    def update_via(self, linked: Iterable[PeerId], now: float) -> None:
+        """A client tells through whom it can be probed."""
+        me = self.view.me
+        if me.role != Role.CLIENT:
+            return
+        links = [peer for peer in linked if self.dialable(peer)]
+        kept = [peer for peer in me.via if peer in links]
+        fresh = [peer for peer in links if peer not in kept]
+        self.publish(now, {"via": tuple(kept + fresh)[:VIA_PUBLISHED]})
+
+    def dialable(self, peer: PeerId) -> bool:
+        """Whether a peer is known and takes connections."""
+        entry = self.view.entries.get(peer)
+        return entry is not None and entry.record.role != Role.CLIENT
 
     def _sign(self, now: float, **fields: Any) -> None:
         me = self.view.me

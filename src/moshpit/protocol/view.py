@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
-from typing import Final
+from typing import Final, final
 
 import msgspec
 
@@ -97,6 +97,7 @@ def _hash(record: PeerRecord) -> int:
     return int.from_bytes(digest, "little")
 
 
+@final
 class LiveView:
     """One peer's view of the swarm (see the module)."""
 
