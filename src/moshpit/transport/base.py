@@ -141,5 +141,3 @@ class Transport(ABC):
     @abstractmethod
     def stats(self, peer: PeerId) -> LinkStats:
         """What went over the links to this peer; zeros for an unknown one."""
-
-
