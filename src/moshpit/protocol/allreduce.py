@@ -324,10 +324,10 @@ class AllReduce:
         partner = self._heard(seat, now)
         self._gap_s = max(self._gap_s, now - self._chunk_at[seat])
         self._chunk_at[seat] = now
-        if not 0 <= header.chunk < self._ledger.chunks:
-            self._refuse_sender(seat, "bad-chunk", f"chunk {header.chunk}")
-        elif header.kind is ChunkKind.RESULT:
+        if header.kind is ChunkKind.RESULT:
             self._result(seat, header, event.fault, now)
+        elif not 0 <= header.chunk < self._ledger.chunks:
+            self._refuse_sender(seat, "bad-chunk", f"chunk {header.chunk}")
         elif partner:
             flaw = self._reductions.contribution(seat, header, event.fault, now)
             if flaw:
@@ -345,7 +345,7 @@ class AllReduce:
 
     def _result(self, seat: int, header: ChunkHeader, fault: str, now: float) -> None:
         state, chunk = self._round, header.chunk
-        if state.ended or self._ledger.have >> chunk & 1:
+        if state.ended or (chunk >= 0 and self._ledger.have >> chunk & 1):
             return
         flaw = self._result_flaw(header) or (fault if header.mass > 0 else "")
         if flaw:
@@ -368,6 +368,8 @@ class AllReduce:
     def _result_flaw(self, header: ChunkHeader) -> str:
         """Return what is wrong with a result's header, as a code."""
         state, mass, seats = self._round, header.mass, header.seats
+        if not 0 <= header.chunk < self._ledger.chunks:
+            return "bad-chunk"
         part = self._ledger.part_of(header.chunk)
         if not 0 <= header.ballot < self._seating.size:
             return "bad-ballot"

@@ -12,10 +12,11 @@ _HEADROOM = 64  # seats of a group: with equal masses the scale never has to cha
 class WeightedSum:
     r"""The running :math:`\sum_i m_i x_i` of one chunk, in memory that is given.
 
-    It is kept as :math:`\sum_i (m_i / s)\,x_i` with a power of two :math:`s \ge \sum_i m_i`,
-    so that no intermediate value is larger than the largest :math:`|x_i|`: a million samples
-    of values near 1e38 do not overflow. The scale grows by powers of two, which is exact. A
-    single contribution stays as it is, bit by bit.
+    It is kept as :math:`\sum_i (r_i / s)\,x_i` with :math:`r_i = m_i / m_1` and a power of two
+    :math:`s \ge \sum_i r_i`, so that no intermediate value is larger than the largest
+    :math:`|x_i|`: a million samples of values near 1e38 do not overflow. Scaling by powers of
+    two is exact: with equal masses the result is that of adding and dividing by their number.
+    A single contribution stays as it is, bit by bit.
 
     Args:
         into: the sum's memory, shape (n,); what is in it is overwritten.
@@ -23,37 +24,37 @@ class WeightedSum:
 
     def __init__(self, into: torch.Tensor) -> None:
         self._sum = into
-        self._mass = 0.0
-        self._scale = 0.0
+        self._first = 0.0
+        self._ratio = 0.0
+        self._scale = 1.0
         self._count = 0
 
     @property
     def mass(self) -> float:
         """The masses added so far."""
-        return self._mass
+        return self._ratio * self._first
 
     def add(self, values: torch.Tensor, mass: float) -> None:
         """Add ``mass * values``; values of shape (n,), finite; mass finite and positive."""
         assert 0 < mass < math.inf, f"mass {mass}"
         self._count += 1
-        before, self._mass = self._mass, self._mass + mass
         if self._count == 1:
+            self._first, self._ratio = mass, 1.0
             self._sum.copy_(values)
             return
-        if self._count == 2:
-            self._scale = _power_of_two(self._mass) * _HEADROOM
-            self._sum.mul_(before / self._scale)
-        elif self._mass > self._scale:
-            scale = _power_of_two(self._mass) * _HEADROOM
+        ratio = mass / self._first
+        self._ratio += ratio
+        if self._ratio > self._scale:
+            scale = math.ldexp(1.0, math.frexp(self._ratio)[1]) * _HEADROOM
             self._sum.mul_(self._scale / scale)
             self._scale = scale
-        self._sum.add_(values, alpha=mass / self._scale)
+        self._sum.add_(values, alpha=ratio / self._scale)
 
     def finish(self) -> None:
         """Turn the sum into the mean, in place."""
         assert self._count, "the mean of nothing"
         if self._count > 1:
-            self._sum.div_(self._mass / self._scale)
+            self._sum.div_(self._ratio / self._scale)
             if not is_finite(self._sum):
                 # Only rounding at the very edge of the range can do this: the mean of finite
                 # numbers is finite.
@@ -66,7 +67,3 @@ def is_finite(values: torch.Tensor) -> bool:
     if math.isfinite(values.sum().item()):
         return True
     return bool(torch.isfinite(values).all().item())
-
-
-def _power_of_two(mass: float) -> float:
-    return math.ldexp(1.0, math.frexp(mass)[1])
