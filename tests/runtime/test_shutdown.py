@@ -15,7 +15,7 @@ from moshpit.errors import ClosedError
 from moshpit.identity.tickets import RunKey
 from moshpit.types import Address
 
-from ..real.harness import free_port
+from tests.real.harness import free_port
 
 
 def new_ticket() -> tuple[str, str]:

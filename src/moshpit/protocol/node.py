@@ -18,14 +18,14 @@ really happened, and the peer works on the next epoch.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
 
 import msgspec
 
 from moshpit.config import SwarmConfig
-from moshpit.events import Blame, EpochReport, Notice, Outcome, RoundReport
+from moshpit.events import EpochReport, Notice, RoundReport
 from moshpit.protocol import grid
 from moshpit.protocol.allreduce import AllReduce
+from moshpit.protocol.course import Averaging, RunningRound
 from moshpit.protocol.machine import (
     AveragingDue,
     AveragingEnded,
@@ -48,37 +48,22 @@ from moshpit.protocol.machine import (
     Tick,
     View,
 )
-from moshpit.protocol.matchmaking import JoinFields, Matchmaker
+from moshpit.protocol.matchmaking import Matchmaker
 from moshpit.protocol.membership import Membership
 from moshpit.protocol.progress import Progress
-from moshpit.types import NO_GROUP, GroupId, PeerId, Role, short
+from moshpit.types import GroupId, PeerId, Role, short
 from moshpit.wire.messages import (
-    Ack,
+    MATCHMAKING_MESSAGES,
+    MEMBERSHIP_MESSAGES,
+    ROUND_MESSAGES,
     Beat,
-    Call,
-    CallReply,
-    Difference,
-    Digest,
-    Goodbye,
     GroupAsk,
     GroupFormed,
     GroupKey,
-    Held,
-    Join,
-    JoinAck,
-    JoinRefused,
-    MemberDone,
-    News,
     PeerRecord,
-    Ping,
-    PingReq,
-    Redirect,
-    Redo,
-    Refusal,
+    RoundMessage,
     RoundOver,
     Takeover,
-    Unjoin,
-    ViewAsk,
     Want,
 )
 
@@ -86,33 +71,6 @@ PAUSE_MIN_S = 0.4  # guess: a wake-up later than this is a pause of this process
 CLOSED_KEPT = 64  # guess: how many finished groups are remembered, to answer RoundOver
 STALE_EPOCHS = 2  # guess: missing so many epochs makes one's own value worthless
 PUBLISHERS = 64  # guess: how many peers of a large swarm publish a new epoch at once
-
-_MEMBERSHIP = (Ping, Ack, PingReq, News, Digest, Difference, ViewAsk, Goodbye)
-_MATCHMAKING = (Join, JoinAck, JoinRefused, Redirect, Unjoin, Call, CallReply, GroupFormed)
-_ROUND = (Beat, Takeover, Held, Redo, Want, MemberDone, RoundOver, Refusal)
-
-
-@dataclass(slots=True)
-class _Averaging:
-    """An epoch's averaging at this peer, from the snapshot to the report."""
-
-    request: BeginAveraging
-    began: float
-    masses: list[float]
-    axis: int = 0
-    origin: GroupId = NO_GROUP
-    sought: float = 0.0
-    meeting_s: float = 0.0
-    group: GroupId | None = None
-    path: tuple[int, ...] = ()
-    reports: list[RoundReport] = field(default_factory=list[RoundReport])
-
-
-@dataclass(slots=True)
-class _Round:
-    machine: AllReduce
-    formed: GroupFormed
-    seat: int
 
 
 class Node:
@@ -150,9 +108,9 @@ class Node:
         self._averaged = False  # whether this peer has ever finished an averaging
         self._missed = 0  # epochs skipped since the last averaging
         self._due: int | None = None
-        self._averaging: _Averaging | None = None
+        self._averaging: Averaging | None = None
         self._latest_progress: LocalProgress | None = None
-        self._rounds: OrderedDict[GroupId, _Round] = OrderedDict()
+        self._rounds: OrderedDict[GroupId, RunningRound] = OrderedDict()
         self._closed: OrderedDict[GroupId, None] = OrderedDict()
         self._generation = -1
         self._skew = 0.0
@@ -254,11 +212,11 @@ class Node:
     def _received(
         self, event: Received, peer: PeerId, message: object, effects: list[Effect], now: float
     ) -> None:
-        if isinstance(message, _MEMBERSHIP):
+        if isinstance(message, MEMBERSHIP_MESSAGES):
             effects += self._membership.handle(event, now)
         elif isinstance(message, GroupFormed) and GroupId(message.group) in self._rounds:
             return  # an announcement passed on by a groupmate; we have it
-        elif isinstance(message, _MATCHMAKING):
+        elif isinstance(message, MATCHMAKING_MESSAGES):
             self._absorb(self._matchmaker.handle(event, now), effects, now)
         elif isinstance(message, GroupAsk):
             running = self._rounds.get(GroupId(message.group))
@@ -266,14 +224,14 @@ class Node:
                 effects.append(Send(peer, running.formed))
             else:
                 effects.append(Send(peer, RoundOver(message.group, self._epoch)))
-        elif isinstance(message, _ROUND):
+        elif isinstance(message, ROUND_MESSAGES):
             self._round_message(event, peer, message, effects, now)
 
     def _round_message(
         self,
         event: Received,
         peer: PeerId,
-        message: Beat | Takeover | Held | Redo | Want | MemberDone | RoundOver | Refusal,
+        message: RoundMessage,
         effects: list[Effect],
         now: float,
     ) -> None:
@@ -331,7 +289,7 @@ class Node:
             return
         stale = self._missed >= STALE_EPOCHS or (not self._averaged and self._epoch > 0)
         weight = 0.0 if stale and not request.always_weighs else request.weight
-        self._averaging = _Averaging(request, now, [weight] * request.chunks)
+        self._averaging = Averaging(request, now, [weight] * request.chunks)
         peers = [p for p in self.view.live if self._meets(p, request.schema)]
         if len(peers) == 1:
             self._end(effects, now)
@@ -349,20 +307,8 @@ class Node:
         assert current is not None
         current.sought = now
         current.group = None
-        current.path = path
-        request = current.request
-        me = self.view.me
-        known = [b for b in (me.up, me.down) if b > 0]
-        fields = JoinFields(
-            role=me.role,
-            schema=request.schema,
-            vector_chunks=request.chunks,
-            vector_bytes=request.vector_bytes,
-            bandwidth=min(known, default=0.0),
-            weighs=any(m > 0 for m in current.masses),
-            origin=current.origin,
-        )
-        key = GroupKey(self._epoch, current.axis, path)
+        current.key = key = GroupKey(self._epoch, current.axis, path)
+        fields = current.join_fields(self.view.me)
         self._absorb(self._matchmaker.seek(key, fields, now), effects, now)
 
     def _group_ready(self, ready: GroupReady, effects: list[Effect], now: float) -> None:
@@ -374,7 +320,7 @@ class Node:
         machine = AllReduce(
             ready.formed, ready.seat, current.masses, self._signer, self._config.round, now
         )
-        self._rounds[group] = _Round(machine, ready.formed, ready.seat)
+        self._rounds[group] = RunningRound(machine, ready.formed, ready.seat)
         self._absorb(machine.start(now), effects, now)
         self._forget_if_closed(group)
         self._tell_losses(effects, now)
@@ -406,22 +352,7 @@ class Node:
             return
         stale = failed.epoch > self._epoch
         if not stale:
-            current.reports.append(
-                RoundReport(
-                    epoch=self._epoch,
-                    axis=current.axis,
-                    group=NO_GROUP,
-                    peers=(self._signer.peer,),
-                    seat=0,
-                    outcome=Outcome.FAILED,
-                    ledger=(1,) * current.request.chunks,
-                    masses=tuple(current.masses),
-                    missing=tuple(range(current.request.chunks)),
-                    attempts=(0,) * current.request.chunks,
-                    blames=(Blame(self._signer.peer, "no-group", failed.reason),),
-                    meeting_s=now - current.sought,
-                )
-            )
+            current.no_group(self._signer.peer, failed.reason, now)
         self._end(effects, now, swarm_epoch=failed.epoch)
 
     def _end(self, effects: list[Effect], now: float, swarm_epoch: int = 0) -> None:
@@ -441,6 +372,7 @@ class Node:
     def _advance(self, epoch: int, effects: list[Effect], now: float) -> None:
         self._epoch = epoch
         self._due = None
+        self._latest_progress = None  # it was about the epoch before
         self._matchmaker.epoch = epoch
         self._progress.advance(epoch, now)
         live = len(self.view.live)

@@ -23,6 +23,7 @@ from moshpit.runtime.jobs import Averaging
 from moshpit.runtime.record import advertised, own_record
 from moshpit.tensors.codecs import Float32
 from moshpit.tensors.layout import ChunkPlan, VectorLayout
+from moshpit.tensors.reduce import is_finite
 from moshpit.transport.base import Transport
 from moshpit.types import Address, PeerId, Role, RunId, short
 from moshpit.wire.messages import Admission, PeerRecord
@@ -168,7 +169,7 @@ class Swarm:
 
         Raises:
             LayoutError: tensors that cannot be averaged.
-            ConfigError: a weight that is negative or not finite.
+            ConfigError: a weight that is negative or not finite, or values that are not.
             TimeoutError: no end within ``timeout_s`` seconds.
             ClosedError: the swarm is closed.
 
@@ -265,6 +266,11 @@ class Swarm:
             raise ConfigError(
                 f"vector of shape {tuple(vector.shape)} and {vector.dtype}: "
                 f"expected ({self._numel},) and torch.float32, as attached"
+            )
+        if weight > 0 and not is_finite(vector):
+            raise ConfigError(
+                "the vector holds NaN or infinite values; the others would refuse it. "
+                "With weight 0 it can still be replaced by their mean"
             )
         self._due_epoch = -1
         self._samples_due = False

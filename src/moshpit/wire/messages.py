@@ -374,6 +374,13 @@ AnyMessage = (
     | BulkOffer | BulkAsk | BulkRefused | LinkProbe | LinkClose
 )  # fmt: skip
 
+MEMBERSHIP_MESSAGES = (Ping, Ack, PingReq, News, Digest, Difference, ViewAsk, Goodbye)
+MATCHMAKING_MESSAGES = (
+    Join, JoinAck, JoinRefused, Redirect, Unjoin, Call, CallReply, GroupFormed
+)  # fmt: skip
+ROUND_MESSAGES = (Beat, Takeover, Held, Redo, Want, MemberDone, RoundOver, Refusal)
+RoundMessage = Beat | Takeover | Held | Redo | Want | MemberDone | RoundOver | Refusal
+
 Signed = PeerRecord | Join | GroupFormed
 
 

@@ -1,0 +1,83 @@
+"""The course of one epoch's averaging at one peer, from the snapshot to the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moshpit.events import Blame, Outcome, RoundReport
+from moshpit.protocol.allreduce import AllReduce
+from moshpit.protocol.machine import BeginAveraging
+from moshpit.protocol.matchmaking import JoinFields
+from moshpit.types import NO_GROUP, GroupId, PeerId
+from moshpit.wire.messages import GroupFormed, GroupKey, PeerRecord
+
+
+@dataclass(slots=True)
+class RunningRound:
+    """A round that has a group, until nobody needs it any more."""
+
+    machine: AllReduce
+    formed: GroupFormed
+    seat: int
+
+
+@dataclass(slots=True)
+class Averaging:
+    """How far an epoch's averaging has come.
+
+    Attributes:
+        request: what it began with.
+        began: when.
+        masses: for each chunk, the mass behind the peer's present value.
+        axis: the grid axis that is under way.
+        key: the group that is sought, or was last.
+        origin: the group whose mean the peer holds.
+        sought: when the search began.
+        meeting_s: how long it took.
+        group: the round under way; None while one is sought.
+        reports: of the rounds that have ended.
+    """
+
+    request: BeginAveraging
+    began: float
+    masses: list[float]
+    axis: int = 0
+    key: GroupKey = field(default_factory=lambda: GroupKey(0, 0, ()))
+    origin: GroupId = NO_GROUP
+    sought: float = 0.0
+    meeting_s: float = 0.0
+    group: GroupId | None = None
+    reports: list[RoundReport] = field(default_factory=list[RoundReport])
+
+    def join_fields(self, me: PeerRecord) -> JoinFields:
+        """Return what this peer says of itself when it seeks its next group."""
+        known = [b for b in (me.up, me.down) if b > 0]
+        return JoinFields(
+            role=me.role,
+            schema=self.request.schema,
+            vector_chunks=self.request.chunks,
+            vector_bytes=self.request.vector_bytes,
+            bandwidth=min(known, default=0.0),
+            weighs=any(m > 0 for m in self.masses),
+            origin=self.origin,
+        )
+
+    def no_group(self, me: PeerId, reason: str, now: float) -> None:
+        """Report a round that no group was had for: the peer keeps its value."""
+        chunks = self.request.chunks
+        self.reports.append(
+            RoundReport(
+                epoch=self.key.epoch,
+                axis=self.axis,
+                group=NO_GROUP,
+                peers=(me,),
+                seat=0,
+                outcome=Outcome.FAILED,
+                ledger=(1,) * chunks,
+                masses=tuple(self.masses),
+                missing=tuple(range(chunks)),
+                attempts=(0,) * chunks,
+                blames=(Blame(me, "no-group", reason),),
+                meeting_s=now - self.sought,
+            )
+        )
