@@ -19,6 +19,7 @@ from moshpit.protocol.machine import (
     Finalize,
     LinkDown,
     Received,
+    ResetSum,
     RoundEnded,
     Send,
     SendContribution,
@@ -470,6 +471,47 @@ def test_a_seat_that_holds_us_for_lost_is_asked_for_results() -> None:
     got(machine, C, Refusal(GROUP, "lost", ""), now=0.2)
     got(machine, B, BEAT, now=0.2)
     assert sent(B, Want(GROUP, pack_mask(0b100))) in machine.handle(Tick(), 0.25)
+
+
+def test_whom_everybody_holds_for_lost_gives_up_reducing_and_asks() -> None:
+    """As after a long pause: others have taken its part over, and it takes what they made."""
+    machine = greeted()
+    chunk(machine, B, 0)
+    assert got(machine, B, Refusal(GROUP, "lost", ""))[-1] == CancelSends(B, GROUP)
+    effects = got(machine, C, Refusal(GROUP, "lost", ""))
+    assert ResetSum(GROUP, 0) in effects
+    assert not any(isinstance(e, Finalize) for e in effects)
+    assert sent(B, Want(GROUP, pack_mask(0b111))) in machine.handle(Tick(), 0.25)
+    assert result(machine, B, 0, ballot=1) == [TakeResult(GROUP, 0)]
+
+
+def test_a_lost_seat_that_speaks_again_is_served_even_what_was_queued_before() -> None:
+    machine = greeted()
+    chunk(machine, B, 0)
+    assert SendResult(C, GROUP, 0, 0, 3.0, 0b111) in chunk(machine, C, 0)
+    assert CancelSends(C, GROUP) in machine.handle(LinkDown(C, False, "cut"), 0.3)
+    assert SendResult(C, GROUP, 0, 0, 3.0, 0b111) in got(machine, C, Want(GROUP, pack_mask(1)))
+
+
+def test_a_promise_ends_what_was_asked_before_it() -> None:
+    """The helper's answer may be on its way while the new reducer already counts us without."""
+    formed = group_of(4, ["worker"] * 4)
+    machine = AllReduce(formed, 2, (1.0,) * 4, SimSigner(C), CONFIG, 0.0)
+    machine.start(0.0)
+    helper = peer_of(3)
+    for peer in (A, B, helper):
+        got(machine, peer, BEAT)
+    machine.handle(LinkDown(A, True, "refused"), 0.1)
+    asked, at = False, 0.25
+    while not asked:
+        for peer in (B, helper):
+            got(machine, peer, BEAT, now=at)
+        asked = sent(helper, Want(GROUP, pack_mask(1))) in machine.handle(Tick(), at)
+        at += 0.25
+        assert at < 3.0
+    assert got(machine, B, Takeover(GROUP, 0, 1)) == [sent(B, Held(GROUP, 0, 1, b""))]
+    assert result(machine, helper, 0, ballot=0) == []
+    assert result(machine, B, 0, ballot=0) == [TakeResult(GROUP, 0)]
 
 
 def test_membership_is_believed_unless_the_seat_was_just_heard() -> None:

@@ -180,7 +180,10 @@ class SeekFailed(_Data, frozen=True):
 
 
 class SendContribution(_Data, frozen=True):
-    """Send the round's local value of a chunk to the peer that reduces it."""
+    """Send the round's local value of a chunk to the peer that reduces it.
+
+    With mass 0 it only says that there is none; nobody looks at the payload.
+    """
 
     peer: PeerId
     group: GroupId
@@ -223,7 +226,10 @@ class Finalize(_Data, frozen=True):
 
 
 class SendResult(_Data, frozen=True):
-    """Send the result of a chunk, as it was encoded once by its reducer, to a groupmate."""
+    """Send the result of a chunk, as it was encoded once by its reducer, to a groupmate.
+
+    Mass 0 says that nobody had a value: there is no result here, and any payload will do.
+    """
 
     peer: PeerId
     group: GroupId
