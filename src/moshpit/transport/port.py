@@ -13,6 +13,7 @@ import errno
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, final
 
 from moshpit.errors import LocalError, RemoteError
@@ -35,6 +36,7 @@ class _Stranger:
     where: str
     task: asyncio.Task[None] | None = None
     evicted: bool = False
+    handed_over: bool = False  # somebody else closes the socket
 
 
 @final
@@ -121,9 +123,14 @@ class Port:
             stranger = _Stranger(sock, host, str(Address(host, port)))
             self._strangers.append(stranger)
             stranger.task = self._loop.create_task(self._receive(stranger))
-            stranger.task.add_done_callback(self._report)
+            stranger.task.add_done_callback(partial(self._done, stranger))
 
-    def _report(self, task: asyncio.Task[None]) -> None:
+    def _done(self, stranger: _Stranger, task: asyncio.Task[None]) -> None:
+        # Not in the task itself: one that is cancelled before it ran never gets there.
+        if not stranger.handed_over:
+            stranger.sock.close()
+        if stranger in self._strangers:
+            self._strangers.remove(stranger)
         if not task.cancelled() and task.exception() is not None:
             self._loop.call_exception_handler(
                 {"message": "receiving a stranger failed", "exception": task.exception()}
@@ -148,7 +155,6 @@ class Port:
     async def _receive(self, stranger: _Stranger) -> None:
         """Own a stranger until it is proved or gone."""
         sock, where = stranger.sock, stranger.where
-        handed_over = False
         try:
             async with asyncio.timeout(self._timeout_s):
                 first = await peek(sock)
@@ -157,7 +163,7 @@ class Port:
                     detail = f"{where} sent {first!r} first" if first else f"{where} said nothing"
                     self._notices.tell("not-moshpit", None, detail)
                     return
-                handed_over = True
+                stranger.handed_over = True
                 await welcome(sock, where)
         except TimeoutError:
             detail = f"{where} did not prove itself within {self._timeout_s} s"
@@ -170,11 +176,6 @@ class Port:
             # The port closes, or this stranger had to make room: either way it is over.
             if not stranger.evicted:
                 raise
-        finally:
-            if not handed_over:
-                sock.close()
-            if stranger in self._strangers:
-                self._strangers.remove(stranger)
 
 
 async def readable(sock: socket.socket) -> None:

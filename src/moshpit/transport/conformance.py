@@ -1,0 +1,492 @@
+"""What every transport must do: one list of checks, run by the tests for each transport.
+
+A `Bench` makes peers on the transport under test and provokes faults; each function of
+`CHECKS` takes a fresh one. A check fails by `AssertionError`, or by `TimeoutError` naming what
+it waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from moshpit.config import TransportConfig
+from moshpit.errors import ClosedError, HandshakeError, RemoteError, UnreachableError
+from moshpit.events import Notice
+from moshpit.transport.base import CODEC_SLACK_BYTES, Handler, Transport
+from moshpit.types import Address, GroupId, PeerId
+from moshpit.wire.framing import ChunkHeader, ChunkKind
+from moshpit.wire.messages import Admission, AnyMessage, Beat, Ping
+
+PATIENCE_S: Final = 20.0  # only reached by a failing check
+
+
+@final
+class Recorder(Handler):
+    """A handler that keeps what it hears, and feeds chunks that a check queues."""
+
+    def __init__(self, book: dict[PeerId, tuple[Address, ...]]) -> None:
+        self.book = book
+        self.transport: Transport | None = None
+        self.links: list[tuple[PeerId, Admission]] = []
+        self.lost: list[tuple[PeerId, bool, str]] = []
+        self.messages: list[tuple[PeerId, AnyMessage]] = []
+        self.chunks: list[tuple[PeerId, ChunkHeader, bytes]] = []
+        self.notices: list[Notice] = []
+        self.unwanted: list[int] = []  # numbers of chunks to drop
+        self.outgoing: dict[PeerId, list[tuple[ChunkHeader, bytes]]] = {}
+        self._sinks: dict[PeerId, bytearray] = {}
+        self._waiter: asyncio.Future[None] | None = None
+
+    # --- Handler --------------------------------------------------------------------------
+
+    def on_link(self, peer: PeerId, admission: Admission) -> None:
+        """See `Handler`."""
+        self.links.append((peer, admission))
+        self._changed()
+
+    def on_lost(self, peer: PeerId, refused: bool, detail: str) -> None:
+        """See `Handler`."""
+        self.lost.append((peer, refused, detail))
+        self._changed()
+
+    def on_message(self, peer: PeerId, message: AnyMessage) -> None:
+        """See `Handler`."""
+        self.messages.append((peer, message))
+        self._changed()
+
+    def chunk_sink(self, peer: PeerId, header: ChunkHeader) -> memoryview | None:
+        """See `Handler`."""
+        if header.chunk in self.unwanted:
+            return None
+        self._sinks[peer] = bytearray(header.length)
+        return memoryview(self._sinks[peer])
+
+    def on_chunk(self, peer: PeerId, header: ChunkHeader) -> None:
+        """See `Handler`."""
+        self.chunks.append((peer, header, bytes(self._sinks.pop(peer))))
+        self._changed()
+
+    def chunks_wanted(self, peer: PeerId) -> None:
+        """See `Handler`."""
+        self.feed(peer)
+        self._changed()
+
+    def addresses_of(self, peer: PeerId) -> Sequence[Address]:
+        """See `Handler`."""
+        return self.book.get(peer, ())
+
+    def on_notice(self, notice: Notice) -> None:
+        """See `Handler`."""
+        self.notices.append(notice)
+        self._changed()
+
+    # --- for checks -----------------------------------------------------------------------
+
+    def feed(self, peer: PeerId) -> None:
+        """Hand in queued chunks until the link is full."""
+        assert self.transport is not None
+        waiting = self.outgoing.get(peer, [])
+        while waiting:
+            header, payload = waiting[0]
+            if not self.transport.send_chunk(peer, header, memoryview(payload)):
+                return
+            waiting.pop(0)
+
+    def queue(self, peer: PeerId, chunks: Sequence[tuple[ChunkHeader, bytes]]) -> None:
+        """Queue chunks for a peer and begin to send them."""
+        self.outgoing.setdefault(peer, []).extend(chunks)
+        self.feed(peer)
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until a condition holds; raises `TimeoutError` naming it."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while not condition():
+                    self._waiter = asyncio.get_running_loop().create_future()
+                    await self._waiter
+        except TimeoutError:
+            heard = f"lost {self.lost}, notices {self.notices}, {len(self.chunks)} chunks"
+            raise TimeoutError(f"waited for {what}: {heard}") from None
+
+    def _changed(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Party:
+    """One peer of a check."""
+
+    peer: PeerId
+    transport: Transport
+    heard: Recorder
+    admission: Admission
+
+
+class Bench(ABC):
+    """Makes peers on the transport under test, and provokes faults."""
+
+    @abstractmethod
+    async def party(self, *, listens: bool = True, config: TransportConfig | None = None) -> Party:
+        """Make and start a peer; all peers that listen can dial each other."""
+
+    @abstractmethod
+    def sever(self, one: Party, other: Party) -> None:
+        """Break all connections between two peers, without a word to either."""
+
+    @abstractmethod
+    async def vanish(self, party: Party) -> None:
+        """Break a peer's connections and have dials to it refused, as if it was killed."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close all transports."""
+
+
+def make_chunk(number: int, size: int) -> tuple[ChunkHeader, bytes]:
+    """Return a chunk whose bytes follow from its number."""
+    payload = random.Random(number).randbytes(size)
+    group = GroupId(bytes([number % 256]) * 16)
+    header = ChunkHeader(ChunkKind.RESULT, number % 7, number, size, 3, group, number + 0.5, number)
+    return header, payload
+
+
+def _numbers(party: Party, sender: Party) -> list[int]:
+    return [m.seq for p, m in party.heard.messages if p == sender.peer and isinstance(m, Ping)]
+
+
+async def _fails(dial: Awaitable[PeerId], kind: type[RemoteError], reason: str) -> None:
+    try:
+        got = await dial
+    except kind as error:
+        if error.reason != reason:
+            raise AssertionError(f"{reason} expected") from error
+    else:
+        raise AssertionError(f"{reason} expected, got {got!r}")
+
+
+async def _pair(bench: Bench) -> tuple[Party, Party]:
+    """Two peers that are connected."""
+    one, other = await bench.party(), await bench.party()
+    one.transport.send(other.peer, Ping(0))
+    await other.heard.until(lambda: _numbers(other, one) == [0], "the first message")
+    return one, other
+
+
+# --- checks -------------------------------------------------------------------------------
+
+
+async def messages_in_order(bench: Bench) -> None:
+    """Messages arrive in order, both ways, from the first one that is sent."""
+    one, other = await bench.party(), await bench.party()
+    for seq in range(300):
+        one.transport.send(other.peer, Ping(seq))
+        other.transport.send(one.peer, Ping(1000 + seq))
+        if seq % 50 == 0:
+            await asyncio.sleep(0)
+    await other.heard.until(lambda: len(other.heard.messages) == 300, "300 messages")
+    await one.heard.until(lambda: len(one.heard.messages) == 300, "300 messages back")
+    assert _numbers(other, one) == list(range(300))
+    assert _numbers(one, other) == list(range(1000, 1300))
+    assert other.heard.links == [(one.peer, one.admission)]
+    assert one.heard.links == [(other.peer, other.admission)]
+    assert one.transport.connected(other.peer)
+    assert not one.heard.lost
+    assert one.transport.stats(other.peer).control_in > 300
+
+
+async def chunks_are_exact(bench: Bench) -> None:
+    """Chunks of all sizes arrive bit by bit, both ways, with their headers."""
+    one, other = await _pair(bench)
+    limit = TransportConfig().chunk_bytes + CODEC_SLACK_BYTES
+    sizes = [0, 1, 47, 48, 49, 4096, 0, limit - 1, limit, 65536, 1]
+    chunks = [make_chunk(number, size) for number, size in enumerate(sizes)]
+    one.heard.queue(other.peer, chunks)
+    other.heard.queue(one.peer, chunks[::-1])
+    await other.heard.until(lambda: len(other.heard.chunks) == len(sizes), "all chunks")
+    await one.heard.until(lambda: len(one.heard.chunks) == len(sizes), "all chunks back")
+    assert other.heard.chunks == [(one.peer, *chunk) for chunk in chunks]
+    assert one.heard.chunks == [(other.peer, *chunk) for chunk in chunks[::-1]]
+    assert one.transport.stats(other.peer).bulk_in >= sum(sizes)
+    assert one.transport.stats(other.peer).bulk_out >= sum(sizes)
+
+
+async def many_small_chunks(bench: Bench) -> None:
+    """Hundreds of small chunks of odd sizes keep their order and bytes."""
+    one, other = await _pair(bench)
+    chunks = [make_chunk(number, 1 + number * 37 % 9001) for number in range(600)]
+    one.heard.queue(other.peer, chunks)
+    await other.heard.until(lambda: len(other.heard.chunks) == 600, "600 chunks")
+    assert other.heard.chunks == [(one.peer, *chunk) for chunk in chunks]
+
+
+async def unwanted_chunks_are_dropped(bench: Bench) -> None:
+    """A chunk without a sink is read and dropped; the next ones are whole."""
+    one, other = await _pair(bench)
+    other.heard.unwanted = [1, 2]
+    chunks = [make_chunk(number, 30_000 - number) for number in range(5)]
+    one.heard.queue(other.peer, chunks)
+    await other.heard.until(lambda: len(other.heard.chunks) == 3, "three chunks")
+    assert [header.chunk for _, header, _ in other.heard.chunks] == [0, 3, 4]
+    assert other.heard.chunks[1][2] == chunks[3][1]
+
+
+async def payload_can_be_reused(bench: Bench) -> None:
+    """The sender may overwrite a payload as soon as `send_chunk` has returned True."""
+    one, other = await _pair(bench)
+    one.heard.queue(other.peer, [make_chunk(0, 100)])
+    await other.heard.until(lambda: len(other.heard.chunks) == 1, "the link")
+    size = TransportConfig().chunk_bytes
+    header, payload = make_chunk(1, size)
+    buffer = bytearray(payload)
+    sent = 0
+    while one.transport.send_chunk(other.peer, header, memoryview(buffer)):
+        buffer[:] = bytes(size)
+        sent += 1
+        buffer[:] = payload
+        assert sent < 1000, "never full"
+    buffer[:] = bytes(size)
+    await other.heard.until(lambda: len(other.heard.chunks) == 1 + sent, "all that was taken")
+    assert all(got == payload for _, _, got in other.heard.chunks[1:])
+
+
+async def backpressure(bench: Bench) -> None:
+    """A full link says so, and asks again when it has room; nothing is lost or moved."""
+    one, other = await _pair(bench)
+    chunks = [make_chunk(number, 400_000) for number in range(60)]
+    one.heard.queue(other.peer, chunks[:1])
+    await other.heard.until(lambda: len(other.heard.chunks) == 1, "the link")
+    one.heard.queue(other.peer, chunks[1:])
+    assert one.heard.outgoing[other.peer], "24 MB fit into a link at once"
+    await other.heard.until(lambda: len(other.heard.chunks) == 60, "all chunks")
+    assert [header for _, header, _ in other.heard.chunks] == [header for header, _ in chunks]
+    assert other.heard.chunks[-1][2] == chunks[-1][1]
+
+
+async def control_passes_bulk(bench: Bench) -> None:
+    """A message does not wait behind chunks that wait, in either direction."""
+    one, other = await _pair(bench)
+    one.heard.queue(other.peer, [make_chunk(0, 1)])
+    await other.heard.until(lambda: len(other.heard.chunks) == 1, "the link")
+    payload = bytes(500_000)
+    header = make_chunk(1, len(payload))[0]
+    one.heard.queue(other.peer, [(header, payload)] * 120)
+    for seq in range(1, 6):
+        one.transport.send(other.peer, Ping(seq))
+        await other.heard.until(lambda seq=seq: _numbers(other, one)[-1] == seq, "a message")
+        other.transport.send(one.peer, Ping(seq))
+        await one.heard.until(lambda seq=seq: _numbers(one, other)[-1:] == [seq], "the answer")
+    arrived = len(other.heard.chunks)
+    await other.heard.until(lambda: len(other.heard.chunks) == 121, "all chunks")
+    assert arrived < 121, "five exchanges took longer than 60 MB"
+
+
+async def a_broken_link_is_dialled_again(bench: Bench) -> None:
+    """A lost connection comes back by itself, and nobody is called lost."""
+    one, other = await _pair(bench)
+    bench.sever(one, other)
+    await one.heard.until(lambda: len(one.heard.links) == 2, "the new link")
+    await other.heard.until(lambda: len(other.heard.links) == 2, "the new link, other side")
+    one.transport.send(other.peer, Ping(1))
+    other.transport.send(one.peer, Ping(2))
+    await other.heard.until(lambda: _numbers(other, one) == [0, 1], "a message after")
+    await one.heard.until(lambda: _numbers(one, other) == [2], "a message back")
+    assert not one.heard.lost
+    assert not other.heard.lost
+
+
+async def bulk_comes_back(bench: Bench) -> None:
+    """Chunks flow again after a loss."""
+    one, other = await _pair(bench)
+    one.heard.queue(other.peer, [make_chunk(0, 1000)])
+    await other.heard.until(lambda: len(other.heard.chunks) == 1, "a chunk")
+    bench.sever(one, other)
+    await one.heard.until(lambda: len(one.heard.links) == 2, "the new link")
+    one.heard.queue(other.peer, [make_chunk(1, 1000)])
+    other.heard.queue(one.peer, [make_chunk(2, 1000)])
+    await other.heard.until(lambda: len(other.heard.chunks) == 2, "a chunk after")
+    await one.heard.until(lambda: len(one.heard.chunks) == 1, "a chunk back")
+
+
+async def a_killed_peer_is_lost(bench: Bench) -> None:
+    """A peer whose process is gone is reported, once, and as refused."""
+    one, other = await _pair(bench)
+    await bench.vanish(other)
+    await one.heard.until(lambda: bool(one.heard.lost), "the loss")
+    assert [(peer, refused) for peer, refused, _ in one.heard.lost] == [(other.peer, True)]
+    assert not one.transport.connected(other.peer)
+
+
+async def refused_dials(bench: Bench) -> None:
+    """Sends to a peer that does not listen come back as lost; `dial` raises."""
+    one, other = await bench.party(), await bench.party()
+    where = one.heard.book[other.peer][0]
+    await bench.vanish(other)
+    one.transport.send(other.peer, Ping(1))
+    assert not one.heard.lost, "called back from within send"
+    await one.heard.until(lambda: bool(one.heard.lost), "the loss")
+    assert [(peer, refused) for peer, refused, _ in one.heard.lost] == [(other.peer, True)]
+    header, payload = make_chunk(1, 10)
+    assert not one.transport.send_chunk(other.peer, header, memoryview(payload))
+    await one.heard.until(lambda: len(one.heard.lost) == 2, "the loss, for a chunk")
+    await _fails(one.transport.dial(where), UnreachableError, "refused")
+
+
+async def no_address(bench: Bench) -> None:
+    """A peer that cannot be dialled and has not dialled is lost, but not refused."""
+    one = await bench.party()
+    stranger = PeerId(bytes(range(32)))
+    one.transport.send(stranger, Ping(1))
+    one.transport.send(stranger, Ping(2))
+    await one.heard.until(lambda: bool(one.heard.lost), "the loss")
+    assert [(peer, refused) for peer, refused, _ in one.heard.lost] == [(stranger, False)]
+
+
+async def dials_that_cross(bench: Bench) -> None:
+    """Peers that dial each other at once end with one link and lose nothing."""
+    parties = [await bench.party() for _ in range(6)]
+    for seq in range(3):
+        for one in parties:
+            for other in parties:
+                if one is not other:
+                    one.transport.send(other.peer, Ping(seq))
+    for one in parties:
+        await one.heard.until(lambda one=one: len(one.heard.messages) == 15, "15 messages")
+        for other in parties:
+            if one is not other:
+                assert _numbers(one, other) == [0, 1, 2]
+                assert [p for p, _ in one.heard.links].count(other.peer) == 1
+        assert not one.heard.lost
+
+
+async def bulk_that_crosses(bench: Bench) -> None:
+    """Peers that want a bulk link at once get one, and every chunk arrives once."""
+    parties = [await bench.party() for _ in range(4)]
+    chunks = [make_chunk(number, 20_000) for number in range(5)]
+    for one in parties:
+        for other in parties:
+            if one is not other:
+                one.heard.queue(other.peer, chunks)
+    for one in parties:
+        await one.heard.until(lambda one=one: len(one.heard.chunks) == 15, "15 chunks")
+        for other in parties:
+            if one is not other:
+                got = [(h, data) for p, h, data in one.heard.chunks if p == other.peer]
+                assert got == chunks
+        assert not one.heard.lost
+
+
+async def dropping(bench: Bench) -> None:
+    """Who drops a peer hears nothing; the dropped one hears why; both can meet again."""
+    one, other = await _pair(bench)
+    one.transport.drop(other.peer, "strikes")
+    assert not one.transport.connected(other.peer)
+    await other.heard.until(lambda: bool(other.heard.lost), "the loss")
+    peer, refused, detail = other.heard.lost[0]
+    assert (peer, refused) == (one.peer, False)
+    assert "strikes" in detail
+    assert not one.heard.lost
+    other.transport.send(one.peer, Ping(5))
+    await one.heard.until(lambda: _numbers(one, other) == [5], "a message after")
+
+
+async def clients(bench: Bench) -> None:
+    """A client dials out; messages and chunks reach it over its own connections."""
+    worker, client = await bench.party(), await bench.party(listens=False)
+    assert client.transport.addresses == ()
+    got = await client.transport.dial(client.heard.book[worker.peer][0])
+    assert got == worker.peer
+    await worker.heard.until(lambda: bool(worker.heard.links), "the client")
+    worker.transport.send(client.peer, Beat(b"g" * 16))
+    worker.heard.queue(client.peer, [make_chunk(1, 100_000)])
+    client.heard.queue(worker.peer, [make_chunk(2, 100_000)])
+    await client.heard.until(lambda: bool(client.heard.messages), "a message")
+    await client.heard.until(lambda: bool(client.heard.chunks), "a chunk")
+    await worker.heard.until(lambda: bool(worker.heard.chunks), "a chunk back")
+    assert client.heard.chunks[0] == (worker.peer, *make_chunk(1, 100_000))
+
+
+async def dialling_by_address(bench: Bench) -> None:
+    """`dial` says who is there, refuses somebody else, and refuses itself."""
+    one, other = await bench.party(), await bench.party()
+    where = one.heard.book[other.peer][0]
+    for expect, at, reason in (
+        (PeerId(bytes(32)), where, "swapped-certificate"),
+        (one.peer, where, "self-dial"),
+        (None, one.heard.book[one.peer][0], "self-dial"),
+    ):
+        await _fails(one.transport.dial(at, expect), HandshakeError, reason)
+    assert not one.heard.links
+    assert await one.transport.dial(where) == other.peer
+    assert await one.transport.dial(where, other.peer) == other.peer
+    both = await asyncio.gather(one.transport.dial(where), other.transport.dial(at))
+    assert both == [other.peer, one.peer]
+    assert len(one.heard.links) == 1
+
+
+async def full_control_queue(bench: Bench) -> None:
+    """A peer that does not take its messages is dropped before they fill the memory."""
+    one = await bench.party(config=TransportConfig(control_queue_bytes_max=10_000))
+    other = await bench.party()
+    for seq in range(5000):
+        one.transport.send(other.peer, Ping(seq))
+    assert not one.heard.lost, "called back from within send"
+    await one.heard.until(lambda: bool(one.heard.lost), "the loss")
+    assert one.heard.lost[0][:2] == (other.peer, False)
+    assert one.heard.notices[0].code == "control-queue-full"
+
+
+async def closing(bench: Bench) -> None:
+    """Closing delivers what is queued, tells the others, and can be repeated."""
+    one, other = await _pair(bench)
+    one.heard.queue(other.peer, [make_chunk(0, 1000)])
+    await other.heard.until(lambda: bool(other.heard.chunks), "a chunk")
+    for seq in range(1, 100):
+        one.transport.send(other.peer, Ping(seq))
+    await one.transport.close()
+    await one.transport.close()
+    await other.heard.until(lambda: bool(other.heard.lost), "the loss")
+    assert _numbers(other, one) == list(range(100))
+    assert other.heard.lost[0][:2] == (one.peer, True)
+    assert not one.heard.lost
+    one.transport.send(other.peer, Ping(1))
+    header, payload = make_chunk(1, 10)
+    assert not one.transport.send_chunk(other.peer, header, memoryview(payload))
+    try:
+        await one.transport.dial(other.heard.book[other.peer][0])
+    except ClosedError:
+        pass
+    else:
+        raise AssertionError("dialled after close")
+    await bench.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+CHECKS: Final[tuple[Callable[[Bench], Awaitable[None]], ...]] = (
+    messages_in_order,
+    chunks_are_exact,
+    many_small_chunks,
+    unwanted_chunks_are_dropped,
+    payload_can_be_reused,
+    backpressure,
+    control_passes_bulk,
+    a_broken_link_is_dialled_again,
+    bulk_comes_back,
+    a_killed_peer_is_lost,
+    refused_dials,
+    no_address,
+    dials_that_cross,
+    bulk_that_crosses,
+    dropping,
+    clients,
+    dialling_by_address,
+    full_control_queue,
+    closing,
+)
+"""All checks, each to be run on a fresh bench."""
