@@ -432,8 +432,8 @@ def _slug(heading: str) -> str:
 
 
 def _prose(path: Path) -> str:
-    """Return a page without its code, in which brackets are no links."""
-    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    """Return a page without its code and comments, in which brackets are no links."""
+    text = re.sub(r"^```.*?^```|<!--.*?-->", "", path.read_text("utf-8"), flags=re.M | re.S)
     return re.sub(r"`[^`\n]*`", "", text)
 
 

@@ -1,0 +1,131 @@
+"""The pages tell the truth: the tutorial runs, and what is made from code is current."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+END_OF_BLOCK = "~~~ end of block ~~~"
+BASH_S_MAX = 100
+
+
+@dataclass
+class Block:
+    """A fenced block of a page: its language, its file name if it has one, its text."""
+
+    language: str
+    file: str
+    text: str
+    line: int
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(m[1], m[2] or "", m[3], text[: m.start()].count("\n") + 1)
+        for m in re.finditer(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", text, re.M | re.S)
+    ]
+
+
+def matches(expected: str, got: str) -> bool:
+    """Whether an output is the expected one; ``...`` stands for anything on its line.
+
+    Blanks at the end of a line, as tables have them, do not matter.
+    """
+    pattern = r"[^\n]*".join(re.escape(part) for part in expected.split("..."))
+    bare = re.sub(r" +$", "", got, flags=re.M)
+    return re.fullmatch(pattern, bare) is not None
+
+
+def test_the_wildcard_is_one_line_wide() -> None:
+    assert matches("a ... b\nc\n", "a x y b\nc\n")
+    assert not matches("a ... b\n", "a\nb\n")
+    assert not matches("a\n", "a\nb\n")
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return str(probe.getsockname()[1])
+
+
+def run_bash(script: str, folder: Path, environment: dict[str, str]) -> tuple[int, str, str]:
+    """Run a script, and leave none of its background processes behind if it fails."""
+    out, err = folder / "stdout.log", folder / "stderr.log"
+    with out.open("w") as stdout, err.open("w") as stderr:
+        process = subprocess.Popen(
+            ["bash", "-c", script],
+            cwd=folder,
+            env=environment,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        code = -1
+        try:
+            code = process.wait(timeout=BASH_S_MAX)
+        except subprocess.TimeoutExpired:
+            print(f"not done after {BASH_S_MAX} s", file=stderr)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return code, out.read_text(), err.read_text()
+
+
+def test_the_tutorial_runs(tmp_path: Path) -> None:
+    page = blocks(DOCS / "tutorial" / "first-swarm.md")
+    port = free_port()
+    commands: list[Block] = []
+    expected: list[Block] = []
+    for block in page:
+        if block.file:
+            (tmp_path / block.file).write_text(block.text)
+        elif block.language == "bash":
+            commands.append(block)
+        elif block.language == "text":
+            expected += [Block("text", "", "", 0)] * (len(commands) - 1 - len(expected))
+            expected.append(block)
+    script = "set -euo pipefail\n" + "".join(
+        f"{block.text}echo '{END_OF_BLOCK}'\n" for block in commands
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MOSHPIT_")}
+    environment |= {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}",
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+    }
+    code, stdout, said = run_bash(script.replace(":7000", f":{port}"), tmp_path, environment)
+    assert code == 0, f"{stdout}\n{said}"
+    assert "Traceback" not in said
+    outputs = stdout.replace(f":{port}", ":7000").split(f"{END_OF_BLOCK}\n")
+    assert len(outputs) == len(commands) + 1
+    for block, output in zip(expected, outputs, strict=False):
+        if block.line:
+            assert matches(block.text, output), f"first-swarm.md:{block.line}: got\n{output}"
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["cli.md", "errors.md", "messages.md", "settings.md"])
+def test_generated_pages_are_current(generator: ModuleType, name: str) -> None:
+    page = DOCS / "reference" / name
+    assert generator.pages()[page] == page.read_text(encoding="utf-8"), "run `make docs`"
