@@ -70,6 +70,7 @@ from moshpit.wire.messages import (
 PAUSE_MIN_S = 0.4  # guess: a wake-up later than this is a pause of this process
 CLOSED_KEPT = 64  # guess: how many finished groups are remembered, to answer RoundOver
 STALE_EPOCHS = 2  # guess: missing so many epochs makes one's own value worthless
+MISFITS_MAX = 64  # guess: peers with another model that are named
 PUBLISHERS = 64  # guess: how many peers of a large swarm publish a new epoch at once
 
 
@@ -112,6 +113,7 @@ class Node:
         self._latest_progress: LocalProgress | None = None
         self._rounds: OrderedDict[GroupId, RunningRound] = OrderedDict()
         self._closed: OrderedDict[GroupId, None] = OrderedDict()
+        self._misfits: dict[PeerId, bytes] = {}
         self._generation = -1
         self._skew = 0.0
         self._own_now = now
@@ -406,6 +408,7 @@ class Node:
             self._generation = self.view.generation
             self._tell_losses(effects, now)
             self._adopt_schema(effects, now)
+            self._name_misfits(effects)
         if self._averaging is None:
             self._follow(effects, now)
         self._wakeup = self._next_wakeup()
@@ -429,6 +432,17 @@ class Node:
             if record is not None and record.schema:
                 effects += self._membership.publish(now, schema=record.schema)
                 return
+
+    def _name_misfits(self, effects: list[Effect]) -> None:
+        """Say, once, who averages something else and so will never meet this peer."""
+        mine = self.view.me.schema
+        if not mine or len(self._misfits) >= MISFITS_MAX:
+            return
+        for peer in self.view.live:
+            record = self.view.record(peer)
+            if record is not None and record.schema not in (b"", mine, self._misfits.get(peer)):
+                self._misfits[peer] = record.schema
+                effects.append(Emit(Notice("other-model", peer, "averages other tensors")))
 
     def _follow(self, effects: list[Effect], now: float) -> None:
         """Become due, or go to the swarm's epoch."""

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from moshpit.config import SwarmConfig
-from moshpit.errors import ClosedError, LocalError, MoshpitError
+from moshpit.errors import ClosedError, LocalError, MoshpitError, RemoteError
 from moshpit.events import EpochReport, Notice, RoundReport
 from moshpit.protocol.machine import (
     Accumulate,
@@ -51,26 +51,19 @@ from moshpit.protocol.machine import (
 )
 from moshpit.protocol.node import Node
 from moshpit.runtime.jobs import Averaging
+from moshpit.runtime.outbox import LiveRound, Outbox
 from moshpit.tensors.codecs import Codec
 from moshpit.tensors.layout import ChunkPlan
 from moshpit.tensors.store import RoundStore
 from moshpit.transport.base import Transport
 from moshpit.types import Address, GroupId, PeerId, Role
-from moshpit.wire.framing import ChunkHeader, ChunkKind
+from moshpit.wire.framing import ChunkHeader
 from moshpit.wire.messages import Admission, AnyMessage, PeerRecord
 
 CONTACT_RETRY_S = 3.0  # guess: how often the ticket's addresses are tried while alone
-_Payload = SendContribution | SendResult
-
-
-@dataclass(slots=True)
-class _Live:
-    """A round's bytes at this peer."""
-
-    store: RoundStore
-    job: Averaging | None
-    bytes_sent: int = 0
-    bytes_received: int = 0
+REFUSED_FOR_GOOD = frozenset(
+    {"other-version", "other-run", "not-admitted", "expired", "duplicate-key", "plaintext-mismatch"}
+)
 
 
 @dataclass(slots=True)
@@ -81,7 +74,6 @@ class Counters:
     rounds_partial: int = 0
     rounds_failed: int = 0
     epochs: int = 0
-    payload_sent: int = 0
     payload_received: int = 0
     last_report: EpochReport | None = None
 
@@ -127,9 +119,9 @@ class Driver:
         self.node: Node
         self._started = False
         self.counters = Counters()
-        self._live: dict[GroupId, _Live] = {}
+        self._live: dict[GroupId, LiveRound] = {}
         self._reports: dict[GroupId, RoundReport] = {}
-        self._queues: dict[PeerId, deque[_Payload]] = {}
+        self._outbox = Outbox(transport, codec, self._live)
         self._inbound: dict[PeerId, tuple[GroupId, memoryview]] = {}
         self._arrived: tuple[RoundStore, memoryview] | None = None
         self._job: Averaging | None = None
@@ -166,19 +158,23 @@ class Driver:
         self._started = True
         self._contacts = [c for c in contacts if c not in known]
         self._run([])
-        await self._dial_contacts()
+        for error in await self._dial_contacts():
+            if isinstance(error, RemoteError) and error.reason in REFUSED_FOR_GOOD:
+                raise error
         self._contact_task = self._loop.create_task(self._keep_contact())
 
-    async def _dial_contacts(self) -> None:
-        if self._contacts:
-            dials = [self._dial_contact(address) for address in self._contacts]
-            await asyncio.gather(*dials)
-
-    async def _dial_contact(self, address: Address) -> None:
-        try:
-            await self._transport.dial(address)
-        except MoshpitError as error:
-            self._tell(Notice("contact-failed", None, f"{address}: {error}"))
+    async def _dial_contacts(self) -> list[MoshpitError]:
+        """Dial the ticket's addresses; return what went wrong if nobody took this peer in."""
+        dials = [self._transport.dial(address) for address in self._contacts]
+        results = await asyncio.gather(*dials, return_exceptions=True)
+        errors: list[MoshpitError] = []
+        for address, result in zip(self._contacts, results, strict=True):
+            if isinstance(result, MoshpitError):
+                errors.append(result)
+                self._tell(Notice("contact-failed", None, f"{address}: {result}"))
+            elif isinstance(result, BaseException):
+                raise result
+        return errors if len(errors) == len(self._contacts) else []
 
     async def _keep_contact(self) -> None:
         """While nobody else is known, go on trying: the first peer may just not be up yet."""
@@ -209,7 +205,6 @@ class Driver:
             self._job = None
         await self._transport.close()
         self._live.clear()
-        self._queues.clear()
 
     async def until(self, wanted: Callable[[View], bool], timeout_s: float) -> bool:
         """Wait until the view is as wanted; False if it is not in time."""
@@ -233,6 +228,11 @@ class Driver:
             for wanted, future in self._waiters:
                 if not future.done() and wanted(view):
                     future.set_result(None)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes of chunks, over this peer's life."""
+        return self._outbox.bytes_sent
 
     # --- what the trainer asks ------------------------------------------------------------
 
@@ -309,8 +309,7 @@ class Driver:
                 case Send(peer=peer, message=message):
                     self._transport.send(peer, message)
                 case SendContribution(peer=peer) | SendResult(peer=peer):
-                    self._queues.setdefault(peer, deque()).append(effect)
-                    self._pump(peer)
+                    self._outbox.put(peer, effect)
                 case Accumulate(chunk=chunk, mass=mass):
                     store, buffer = self._arrival()
                     store.accumulate(chunk, mass, buffer)
@@ -324,9 +323,7 @@ class Driver:
                 case Finalize(group=group, chunk=chunk, mass=mass):
                     self._live[group].store.finalize(chunk, mass)
                 case CancelSends(peer=peer, group=group):
-                    queue = self._queues.get(peer)
-                    if queue is not None:
-                        self._queues[peer] = deque(p for p in queue if p.group != group)
+                    self._outbox.cancel(peer, group)
                 case Emit(notice=notice):
                     self._tell(notice)
                 case _:
@@ -345,6 +342,7 @@ class Driver:
                 self._round_ended(report)
             case CloseRound(group=group):
                 self._live.pop(group, None)
+                self._outbox.close_round(group)
                 if not self._live:
                     self._idle.set()
             case AveragingDue(epoch=epoch):
@@ -362,7 +360,7 @@ class Driver:
         job = self._job
         assert job is not None
         store = RoundStore(job.current, torch.empty_like(job.current), job.plan, self._codec)
-        self._live[group] = _Live(store, job)
+        self._live[group] = LiveRound(store, job)
         self._idle.clear()
 
     def _round_ended(self, report: RoundReport) -> None:
@@ -407,42 +405,6 @@ class Driver:
             counters.rounds_partial += r.outcome.value == "partial"
             counters.rounds_failed += r.outcome.value == "failed"
 
-    # --- chunks out -----------------------------------------------------------------------
-
-    def _pump(self, peer: PeerId) -> None:
-        queue = self._queues.get(peer)
-        while queue:
-            item = queue[0]
-            live = self._live.get(item.group)
-            if live is not None and not self._send_payload(live, item):
-                return
-            queue.popleft()
-
-    def _send_payload(self, live: _Live, item: _Payload) -> bool:
-        if isinstance(item, SendContribution):
-            payload, kind, seats = live.store.contribution(item.chunk), ChunkKind.CONTRIBUTION, 0
-        else:
-            payload, kind, seats = (
-                live.store.result_payload(item.chunk),
-                ChunkKind.RESULT,
-                item.seats,
-            )
-        header = ChunkHeader(
-            kind=kind,
-            ballot=item.ballot,
-            chunk=item.chunk,
-            length=len(payload),
-            codec=self._codec.number,
-            group=item.group,
-            mass=item.mass,
-            seats=seats,
-        )
-        if not self._transport.send_chunk(item.peer, header, payload):
-            return False
-        live.bytes_sent += len(payload)
-        self.counters.payload_sent += len(payload)
-        return True
-
     # --- Handler --------------------------------------------------------------------------
 
     def on_link(self, peer: PeerId, admission: Admission) -> None:
@@ -451,7 +413,7 @@ class Driver:
 
     def on_lost(self, peer: PeerId, refused: bool, detail: str) -> None:
         """See `moshpit.transport.base.Handler`."""
-        self._queues.pop(peer, None)
+        self._outbox.forget(peer)
         self._release(peer)
         self.handle(LinkDown(peer, refused, detail))
 
@@ -501,7 +463,7 @@ class Driver:
 
     def chunks_wanted(self, peer: PeerId) -> None:
         """See `moshpit.transport.base.Handler`."""
-        self._pump(peer)
+        self._outbox.pump(peer)
 
     def addresses_of(self, peer: PeerId) -> Sequence[Address]:
         """See `moshpit.transport.base.Handler`."""
@@ -510,6 +472,8 @@ class Driver:
 
     def on_notice(self, notice: Notice) -> None:
         """See `moshpit.transport.base.Handler`."""
+        if notice.code == "bulk-lost" and notice.peer is not None:
+            self._outbox.send_again(notice.peer)
         self._tell(notice)
 
     def _tell(self, notice: Notice) -> None:

@@ -11,7 +11,7 @@ from types import FrameType
 
 from moshpit.config import SwarmConfig
 from moshpit.config import preset as settings_of
-from moshpit.errors import ConfigError
+from moshpit.errors import ConfigError, TicketError
 from moshpit.identity.keys import KeySigner, PeerKey, peer_key, state_dir
 from moshpit.identity.tickets import Ticket
 from moshpit.runtime.ambient import JoinSettings, resolve
@@ -88,6 +88,12 @@ def join(
     admitted = Ticket.decode(settings.ticket)
     config = _config(config, settings, group_size)
     role = settings.role or Role.WORKER
+    if role not in admitted.roles:
+        allowed = ", ".join(r.value for r in admitted.roles)
+        raise TicketError(
+            f"this ticket does not allow the role {role.value}, only {allowed}; "
+            "ask whoever holds the run's key for another one"
+        )
     key = _key(settings.identity, admitted.run)
     admission = admitted.admit(key.peer)
     transport = TcpTransport(

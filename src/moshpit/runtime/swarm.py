@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from moshpit.config import SwarmConfig
-from moshpit.errors import ClosedError, ConfigError, LocalError
+from moshpit.errors import ClosedError, ConfigError, LayoutError, LocalError
 from moshpit.events import EpochReport, Notice
 from moshpit.protocol.machine import Signer, View
 from moshpit.runtime.background import NetworkThread
@@ -33,7 +33,9 @@ log = logging.getLogger("moshpit")
 REPORT_INTERVAL_S = 0.1  # guess: how often the trainer wakes the network with its progress
 REPORT_SHARE = 0.05  # guess: or when so much of an epoch was done since
 NUMEL_BYTES = 8
-_QUIET = frozenset({"peer-joined", "peer-left", "behind", "peer-suspected", "peer-back"})
+_QUIET = frozenset(
+    {"peer-joined", "peer-left", "peer-suspected", "peer-back", "behind", "bulk-lost", "takeover"}
+)
 
 
 class SwarmStats(msgspec.Struct, frozen=True):
@@ -197,17 +199,22 @@ class Swarm:
 
         Returns:
             Whether this is news; saying the same again does nothing.
+
+        Raises:
+            LayoutError: the others average something else.
         """
         wire_schema = schema + numel.to_bytes(NUMEL_BYTES, "little")
         if (wire_schema, samples_per_epoch) == (self._schema, self._target):
             return False
-        self._schema, self._numel, self._target = wire_schema, numel, samples_per_epoch
-        self._plan = ChunkPlan.of(numel, self._config.transport)
+        plan = ChunkPlan.of(numel, self._config.transport)
 
         async def attach() -> None:
+            _check_others(self._driver.node.view, self.peer_id, wire_schema)
             self._driver.attach(wire_schema, samples_per_epoch)
 
         self._thread.call(attach())
+        self._schema, self._numel, self._target = wire_schema, numel, samples_per_epoch
+        self._plan = plan
         return True
 
     @property
@@ -282,7 +289,7 @@ class Swarm:
         """Return what this peer has sent, received and averaged so far."""
         c = self._driver.counters
         return SwarmStats(
-            bytes_sent=c.payload_sent,
+            bytes_sent=self._driver.bytes_sent,
             bytes_received=c.payload_received,
             rounds=c.rounds,
             rounds_partial=c.rounds_partial,
@@ -343,3 +350,16 @@ class Swarm:
 def _all_attached(view: View) -> bool:
     records = [view.record(peer) for peer in view.live]
     return all(r.schema or not Role(r.role).trains for r in records if r is not None)
+
+
+def _check_others(view: View, me: PeerId, schema: bytes) -> None:
+    """Refuse to average what nobody else does: two models in one run never meet."""
+    records = [view.record(peer) for peer in view.live if peer != me]
+    others = [r for r in records if r is not None and r.schema]
+    if others and all(r.schema != schema for r in others):
+        theirs = int.from_bytes(others[0].schema[-NUMEL_BYTES:], "little")
+        raise LayoutError(
+            f"peer {short(others[0].peer)} averages {theirs} numbers, this peer "
+            f"{int.from_bytes(schema[-NUMEL_BYTES:], 'little')}, or tensors of other names, shapes "
+            "or dtypes; start all peers of a run with the same model and strategy"
+        )

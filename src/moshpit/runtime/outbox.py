@@ -1,0 +1,117 @@
+"""Chunks on their way out: a queue for each peer, as fast as its link takes them.
+
+What a bulk connection had accepted may be lost with it. So what was sent in rounds that are
+still under way is kept by name, and sent again over the next connection; who has it already
+drops it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from moshpit.protocol.machine import SendContribution, SendResult
+from moshpit.runtime.jobs import Averaging
+from moshpit.tensors.codecs import Codec
+from moshpit.tensors.store import RoundStore
+from moshpit.transport.base import Transport
+from moshpit.types import GroupId, PeerId
+from moshpit.wire.framing import ChunkHeader, ChunkKind
+
+Payload = SendContribution | SendResult
+
+
+@dataclass(slots=True)
+class LiveRound:
+    """A round's bytes at this peer.
+
+    Attributes:
+        store: the values.
+        job: the averaging that waits for it, until the round has ended.
+        bytes_sent, bytes_received: payload bytes.
+    """
+
+    store: RoundStore
+    job: Averaging | None
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+class Outbox:
+    """Sends chunks by name.
+
+    Args:
+        transport: where to.
+        codec: how contributions are encoded.
+        live: the rounds, by group; what is queued for others is dropped.
+    """
+
+    def __init__(self, transport: Transport, codec: Codec, live: dict[GroupId, LiveRound]) -> None:
+        self._transport = transport
+        self._codec = codec
+        self._live = live
+        self._queues: dict[PeerId, deque[Payload]] = {}
+        self._sent: dict[PeerId, list[Payload]] = {}
+        self.bytes_sent = 0
+
+    def put(self, peer: PeerId, payload: Payload) -> None:
+        """Send a chunk when the link takes it."""
+        self._queues.setdefault(peer, deque()).append(payload)
+        self.pump(peer)
+
+    def pump(self, peer: PeerId) -> None:
+        """Send what the link takes now."""
+        queue = self._queues.get(peer)
+        while queue:
+            item = queue[0]
+            live = self._live.get(item.group)
+            if live is not None:
+                if not self._send(live, item):
+                    return
+                self._sent.setdefault(peer, []).append(item)
+            queue.popleft()
+
+    def cancel(self, peer: PeerId, group: GroupId) -> None:
+        """Forget what is queued for a peer in a round."""
+        queue = self._queues.get(peer)
+        if queue is not None:
+            self._queues[peer] = deque(item for item in queue if item.group != group)
+
+    def forget(self, peer: PeerId) -> None:
+        """Forget everything that is queued for a peer."""
+        self._queues.pop(peer, None)
+        self._sent.pop(peer, None)
+
+    def send_again(self, peer: PeerId) -> None:
+        """The bulk connection broke: what it had accepted may not have arrived."""
+        sent = [item for item in self._sent.pop(peer, []) if item.group in self._live]
+        if sent:
+            self._queues.setdefault(peer, deque()).extendleft(reversed(sent))
+            self.pump(peer)
+
+    def close_round(self, group: GroupId) -> None:
+        """Nothing of this round needs to be sent again."""
+        for peer, sent in self._sent.items():
+            self._sent[peer] = [item for item in sent if item.group != group]
+
+    def _send(self, live: LiveRound, item: Payload) -> bool:
+        if isinstance(item, SendContribution):
+            payload, kind, seats = live.store.contribution(item.chunk), ChunkKind.CONTRIBUTION, 0
+        else:
+            payload, kind = live.store.result_payload(item.chunk), ChunkKind.RESULT
+            seats = item.seats
+        header = ChunkHeader(
+            kind=kind,
+            ballot=item.ballot,
+            chunk=item.chunk,
+            length=len(payload),
+            codec=self._codec.number,
+            group=item.group,
+            mass=item.mass,
+            seats=seats,
+        )
+        if not self._transport.send_chunk(item.peer, header, payload):
+            return False
+        live.bytes_sent += len(payload)
+        self.bytes_sent += len(payload)
+        return True
