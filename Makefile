@@ -1,6 +1,6 @@
 # Everything a clone needs, with GNU make and a Python of 3.11 or newer.
 #
-#   make demo    train on four local processes, kill one halfway, show that the rest finish
+#   make demo    train on four local processes, kill one halfway (out/demo.png, .json)
 #   make test    all tests (under ten minutes on two cores)
 #   make check   what CI runs: format, lint, types, house rules, tests
 #   make soak    long runs: soak tests and three hundred simulator seeds
@@ -39,7 +39,8 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: $(VENV)/.stamp-demo
-	$(BIN)/moshpit demo --peers 4 --kill 1 $(ARGS)
+	@mkdir -p out
+	$(BIN)/moshpit demo --peers 4 --kill 1 --plot out/demo.png --json out/demo.json $(ARGS)
 
 install: $(VENV)/.stamp-dev
 
@@ -55,6 +56,11 @@ check: $(VENV)/.stamp-dev
 
 soak: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
+	for scenario in $$($(BIN)/moshpit sim); do \
+		case $$scenario in thousand) seeds=0..2 ;; *) seeds=0..299 ;; esac; \
+		echo "$$scenario, seeds $$seeds"; \
+		$(BIN)/moshpit sim "$$scenario" --seeds "$$seeds" || exit 1; \
+	done
 
 format: $(VENV)/.stamp-dev
 	$(BIN)/ruff format .

@@ -75,12 +75,18 @@ def parameter_rows(command: Any) -> Iterator[str]:
         if parameter.param_type_name == "argument":
             yield f"| `{parameter.metavar or parameter.name.upper()}` | {text} |\n"
             continue
-        value = cell(parameter.metavar or "")
+        value = cell(parameter.metavar or kind_of(parameter))
         flag = parameter.is_flag
         default = parameter.default
         said = "" if flag or default in (None, "", ()) else f" Default: `{default}`."
         names = ", ".join(f"`{option}`" for option in parameter.opts)
         yield f"| {names}{'' if flag or not value else f' `{value}`'} | {text}{said} |\n"
+
+
+def kind_of(parameter: Any) -> str:
+    """Return the word for an option's value where the option names none."""
+    annotation = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
+    return {int: "N", float: "X", Path: "FILE"}.get(annotation, "TEXT")
 
 
 # --- errors ------------------------------------------------------------------------------------

@@ -10,9 +10,11 @@ from typing import Annotated
 import typer
 
 from moshpit.cli import output
+from moshpit.cli.demo import demo
 from moshpit.cli.doctor import doctor
 from moshpit.cli.peers import peers
 from moshpit.cli.run import run
+from moshpit.cli.sim import sim
 from moshpit.cli.ticket import ticket_app
 from moshpit.errors import MoshpitError
 
@@ -53,6 +55,8 @@ app.command(no_args_is_help=True, context_settings={"allow_interspersed_args": F
 
 app.command(no_args_is_help=True)(peers)
 app.command()(doctor)
+app.command()(sim)
+app.command()(demo)
 
 
 class _Global:
