@@ -521,6 +521,18 @@ def test_membership_is_believed_unless_the_seat_was_just_heard() -> None:
     assert machine.lost(2, 0.7)[0] == Emit(Notice("lost", C, "dead: its death is known"))
 
 
+def test_a_client_that_has_not_come_yet_is_not_given_up_because_it_cannot_be_dialled() -> None:
+    formed = group_of(2, ["worker", "client"])
+    machine = AllReduce(formed, 0, (1.0, 1.0), SimSigner(A), CONFIG, 0.0)
+    assert machine.start(0.0) == []  # not even a beat: it dials us
+    assert machine.handle(LinkDown(B, False, "no address"), 0.1) == []
+    assert machine.lost(B, 0.6) == []
+    assert got(machine, B, BEAT, now=0.7) == [sent(B, BEAT)]
+    assert Emit(Notice("lost", B, "link-down: gone")) in machine.handle(
+        LinkDown(B, False, "gone"), 0.8
+    )
+
+
 def test_asking_for_the_group_is_answered_and_no_permission_to_send() -> None:
     machine = seat_of_three()
     machine.start(0.0)

@@ -158,7 +158,8 @@ class AllReduce:
     def lost(self, seat_or_peer: int | PeerId, now: float) -> list[Effect]:
         """Take what membership says: this groupmate is dead or cannot be reached.
 
-        Life seen in this round within the last two heartbeats is stronger.
+        Life seen in this round within the last two heartbeats is stronger. Of a client that has
+        not come yet nobody can know; silence will tell.
         """
         if self.closed:
             return []
@@ -166,7 +167,7 @@ class AllReduce:
             seat_or_peer if isinstance(seat_or_peer, int) else self._seating.seat_of[seat_or_peer]
         )
         recently = self._seating.heard[seat] > now - 2 * self._round.config.heartbeat_s
-        if not (recently and self._seating.present >> seat & 1):
+        if self._seating.can_send(seat) and not (recently and self._seating.present >> seat & 1):
             self._lose(seat, "dead", "its death is known", now)
         return self._finish(now)
 
