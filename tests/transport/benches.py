@@ -39,12 +39,18 @@ def run(work: Callable[[], Awaitable[None]], *, uvloop: bool = False) -> None:
     assert not complaints
 
 
+Tap = Callable[[bytes, bool, bytes], bytes]
+"""Given the first bytes of a connection, the direction (True: to the target) and what
+passes, return what is passed on."""
+
+
 class Relay:
     """Passes connections on to a port. Tests stand in the middle of everything with it."""
 
     def __init__(self, host: str, target: Address) -> None:
         self.host = host
         self.target = target
+        self.tap: Tap = lambda first, inward, data: data
         self.pairs: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -60,7 +66,12 @@ class Relay:
             writer.transport.abort()
             return
         self.pairs.append((writer, outward))
-        await asyncio.gather(_pump(reader, outward), _pump(inward, writer))
+        first = await reader.read(1 << 18)
+        outward.write(self.tap(first, True, first))
+        await asyncio.gather(
+            _pump(reader, outward, lambda data: self.tap(first, True, data)),
+            _pump(inward, writer, lambda data: self.tap(first, False, data)),
+        )
 
     def cut(self) -> None:
         for pair in self.pairs:
@@ -75,10 +86,12 @@ class Relay:
         await self._server.wait_closed()
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _pump(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tap: Callable[[bytes], bytes]
+) -> None:
     with contextlib.suppress(OSError):
         while data := await reader.read(1 << 18):
-            writer.write(data)
+            writer.write(tap(data))
             await writer.drain()
     writer.close()
     with contextlib.suppress(OSError):
