@@ -69,9 +69,7 @@ def peer_main(ticket: str, listen: str, numel: int, mbit: float) -> None:
     keep_averaging(ticket, listen, torch.zeros(numel), mbit, lambda: os.getppid() != parent)
 
 
-def process_main(
-    ticket: str, listen: str, vector: torch.Tensor, mbit: float, stop: object
-) -> None:
+def process_main(ticket: str, listen: str, vector: torch.Tensor, mbit: float, stop: object) -> None:
     """The network in a process of its own; ``vector`` is shared memory."""
     torch.set_num_threads(1)
     keep_averaging(ticket, listen, vector, mbit, stop.is_set)  # type: ignore[attr-defined]
