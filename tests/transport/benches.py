@@ -36,7 +36,8 @@ def run(work: Callable[[], Awaitable[None]], *, uvloop: bool = False) -> None:
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(main())
     gc.collect()  # ResourceWarnings belong to the test that left something open
-    assert not complaints
+    if complaints:
+        raise AssertionError(complaints)
 
 
 Tap = Callable[[bytes, bool, bytes], bytes]
