@@ -12,8 +12,8 @@ import typer
 from moshpit.cli import output
 from moshpit.errors import ConfigError
 
-EPOCHS = 96
-SAMPLES_PER_EPOCH = 256
+EPOCHS = 48
+SAMPLES_PER_EPOCH = 512
 BATCH_SIZE = 16
 PEERS_MAX = 16
 

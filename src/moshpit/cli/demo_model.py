@@ -138,7 +138,7 @@ def validation_loss(model: nn.Module, held_out: torch.Tensor) -> float:
     return total / len(inputs)
 
 
-def learning_rate(progress: float, peak: float = 3e-3, warm_up: float = 0.08) -> float:
+def learning_rate(progress: float, peak: float = 0.3, warm_up: float = 0.08) -> float:
     """Return the learning rate after a share ``progress`` of all samples: a linear warm-up,
     then a cosine down to a twentieth."""
     if progress < warm_up:

@@ -67,9 +67,10 @@ class Training:
 
     def __init__(self, work: Assignment, text: torch.Tensor, characters: int) -> None:
         self.model = CharTransformer(characters)
-        self.inner = torch.optim.AdamW(
-            self.model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.1
-        )
+        # Plain SGD: the mean of local steps is then nearly the step of the mean gradient. Adam
+        # divides by the noise of the batch, which is larger in a peer's small batch than in the
+        # single process's large one, so with Adam the two would need different learning rates.
+        self.inner = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.9, nesterov=True)
         self._batches = Batches(text, work.seed)
         self._batch_size = work.batch_size
 
@@ -97,7 +98,7 @@ def train_as_peer(work: Assignment, parent: Parent, data: Corpus) -> None:
         optimizer = moshpit.Optimizer(
             training.inner,
             swarm,
-            strategy=moshpit.LocalSGD(work.samples_per_epoch, average_statistics=True),
+            strategy=moshpit.LocalSGD(work.samples_per_epoch),
             batch_size=work.batch_size,
             model=training.model,
         )
