@@ -1,14 +1,7 @@
 """The transport of real swarms: TLS for control, sealed chunks for bulk, one open port.
 
-*One control connection per pair.* Two peers that dial each other at once agree without another
-message. A dialer numbers its dials, and sends its proof only while it has no connection to that
-peer. A peer that receives a proof while its own proof is under way keeps the lower id's dial:
-it refuses the other one as ``crossed``, or gives up its own and says so (``void``: my dials up
-to this number are given up). So a proof that arrives where a connection exists is either void,
-or says that the connection is dead at the other end, and replaces it. A proof by another
-process with the same key is refused (``duplicate-key``) if the old connection still answers.
-
-Messages wait in the peer's queue until the one connection is up, so none is lost in a crossing.
+`Port` sorts who connects, `Doors` proves control connections, a `BulkPair` per peer keeps its
+bulk connection. Here is what holds them together: the peers, their queues, and their losses.
 """
 
 from __future__ import annotations
@@ -18,7 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Final, TypeVar, final
 
 from moshpit.config import TransportConfig
@@ -31,16 +24,18 @@ from moshpit.errors import (
     WireError,
 )
 from moshpit.events import Notice
-from moshpit.identity.certificates import client_tls, server_tls
+from moshpit.identity.certificates import server_tls
 from moshpit.identity.keys import PeerKey
 from moshpit.identity.tickets import admission_fault
 from moshpit.transport import bulk, handshake
 from moshpit.transport.base import CODEC_SLACK_BYTES, Handler, LinkStats, Transport
 from moshpit.transport.control import ControlLink
-from moshpit.transport.handshake import CrossedError, Greeting, Proved
+from moshpit.transport.doors import CLOSE_S, Doors
+from moshpit.transport.handshake import Proved
 from moshpit.transport.notices import NoticeLimiter
-from moshpit.transport.pair import BulkPair, PairContext, connect_any
-from moshpit.transport.port import TLS_RECORD, Port, tune
+from moshpit.transport.pair import BulkPair, PairContext
+from moshpit.transport.port import TLS_RECORD, Port
+from moshpit.transport.state import PeerState
 from moshpit.types import Address, PeerId, RunId, short
 from moshpit.wire.framing import ChunkHeader, decode_message, encode_message
 from moshpit.wire.messages import (
@@ -55,52 +50,9 @@ from moshpit.wire.messages import (
 
 T = TypeVar("T")
 
-CLOSE_S: Final = 1.0  # guess: how long a connection may take to close politely
 STATES_PER_LINK: Final = 4  # guess: peers remembered beyond those connected
 ADDRESSES_TRIED: Final = 8  # guess: a record can name many
 REMEMBERED_MAX: Final = 20_000  # as peers_max
-PROBE_S: Final = 1.0  # guess: how soon a living connection answers a probe
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    """All that is known of, and queued for, one other peer."""
-
-    peer: PeerId
-    pair: BulkPair
-    stats: LinkStats
-    link: ControlLink | None = None
-    proved: Proved | None = None
-    address: Address | None = None
-    dialling: asyncio.Task[None] | None = None
-    proving: bytes = b""  # instance of the process to which a proof of mine is under way
-    queue: list[bytes] = field(default_factory=list[bytes])
-    queue_bytes: int = 0
-    farewell: str = ""  # why the other side says that it closes
-    waiters: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
-    probed: asyncio.Future[None] | None = None
-    draining: bool = False  # it was told that the link is idle: send nothing more on it
-    lost_planned: bool = False
-    used_at: float = 0.0
-
-    @property
-    def usable(self) -> ControlLink | None:
-        """The link, if messages can be sent on it."""
-        link = self.link
-        return link if link is not None and link.alive and not self.draining else None
-
-    def change(self) -> None:
-        """The link came or went, or a proof ended: wake who waits for that."""
-        waiters, self.waiters = self.waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def changed(self) -> None:
-        """Wait for the next `change`."""
-        waiter = asyncio.get_running_loop().create_future()
-        self.waiters.append(waiter)
-        await waiter
 
 
 @final
@@ -135,7 +87,6 @@ class TcpTransport(Transport):
         self._now = now
         self._run = run
         self._server_tls = server_tls(key.private)
-        self._client_tls = client_tls()
         self._me = handshake.Self(
             key=key,
             run=run,
@@ -146,12 +97,10 @@ class TcpTransport(Transport):
             judge=self._judge,
             certificate=self._server_tls.certificate,
         )
-        self._peers: dict[PeerId, _Peer] = {}
+        self._peers: dict[PeerId, PeerState] = {}
         self._proved_before: dict[PeerId, None] = {}
         self._tasks: list[asyncio.Task[Any]] = []
-        self._links: list[ControlLink] = []  # open or closing, until they are gone
-        self._owners: dict[ControlLink, _Peer] = {}
-        self._attempts = 0
+        self._owners: dict[ControlLink, PeerState] = {}
         self._port: Port | None = None
         self._closed = False
         self.addresses: tuple[Address, ...] = ()
@@ -172,8 +121,9 @@ class TcpTransport(Transport):
             send=self.send,
             failed=self._give_up,
         )
+        self._doors = Doors(self, self._me, self._config, self._server_tls.context, self._notices)
         if self._listen is not None:
-            welcomes = {TLS_RECORD: self._welcome_control, bulk.MAGIC[0]: self._welcome_bulk}
+            welcomes = {TLS_RECORD: self._doors.welcome, bulk.MAGIC[0]: self._welcome_bulk}
             self._port = Port(
                 welcomes,
                 self._notices,
@@ -198,7 +148,7 @@ class TcpTransport(Transport):
             if state.link is not None:
                 state.link.send(encode_message(LinkClose("closing")))
                 state.link.close()
-        ending += self._links
+        ending += self._doors.links
         self._peers.clear()
         gone = [link.closed for link in ending]
         if gone:
@@ -253,7 +203,7 @@ class TcpTransport(Transport):
                 f"a {type(message).__name__} of {len(frame)} bytes is over the limit of "
                 f"{self._config.control_frame_bytes_max}; nobody would take it"
             )
-        state = self._state(peer)
+        state = self.state_of(peer)
         state.used_at = self._loop.time()
         link = state.usable
         waiting = state.queue_bytes if link is None else link.backlog
@@ -276,7 +226,7 @@ class TcpTransport(Transport):
             raise LocalError(f"a chunk of {header.length} bytes is over the limit of {limit}")
         if self._closed:
             return False
-        state = self._state(peer)
+        state = self.state_of(peer)
         state.used_at = self._loop.time()
         return state.pair.send_chunk(header, payload)
 
@@ -293,7 +243,7 @@ class TcpTransport(Transport):
         if expect is not None and self.connected(expect):
             return expect
         try:
-            return await self._spawn(self._connect(address, expect))
+            return await self._spawn(self._doors.connect(address, expect))
         except asyncio.CancelledError:
             if self._closed:
                 raise ClosedError("the transport was closed while it dialled") from None
@@ -301,14 +251,15 @@ class TcpTransport(Transport):
 
     # --- peers ----------------------------------------------------------------------------
 
-    def _state(self, peer: PeerId) -> _Peer:
+    def state_of(self, peer: PeerId) -> PeerState:
+        """See `DoorsHost`."""
         state = self._peers.get(peer)
         if state is None:
             if peer == self._me.key.peer:
                 raise LocalError("a peer sends nothing to itself")
             self._prune()
             stats = LinkStats()
-            state = _Peer(peer, BulkPair(self._context, peer, stats), stats)
+            state = PeerState(peer, BulkPair(self._context, peer, stats), stats)
             self._peers[peer] = state
         return state
 
@@ -321,13 +272,13 @@ class TcpTransport(Transport):
             if not busy and not state.pair.active and not state.lost_planned:
                 del self._peers[peer]
 
-    def _count(self, state: _Peer) -> None:
+    def _count(self, state: PeerState) -> None:
         if state.link is not None:
             state.stats.control_in += state.link.bytes_in
             state.stats.control_out += state.link.bytes_out
             state.link.bytes_in = state.link.bytes_out = 0
 
-    def _cut(self, state: _Peer, reason: str) -> None:
+    def _cut(self, state: PeerState, reason: str) -> None:
         """End everything with a peer and tell it why."""
         state.queue.clear()
         state.queue_bytes = 0
@@ -346,13 +297,13 @@ class TcpTransport(Transport):
 
     def _give_up(self, peer: PeerId, refused: bool, detail: str) -> None:
         """Cut a peer off and say so, but not from within the caller's call."""
-        state = self._state(peer)
+        state = self.state_of(peer)
         self._cut(state, detail)
         if not state.lost_planned:
             state.lost_planned = True
             self._loop.call_soon(self._lost, state, refused, detail)
 
-    def _lost(self, state: _Peer, refused: bool, detail: str) -> None:
+    def _lost(self, state: PeerState, refused: bool, detail: str) -> None:
         state.lost_planned = False
         if not self._closed:
             self._handler.on_lost(state.peer, refused, detail)
@@ -367,7 +318,7 @@ class TcpTransport(Transport):
 
     # --- dialling -------------------------------------------------------------------------
 
-    def _ensure_dial(self, state: _Peer) -> None:
+    def _ensure_dial(self, state: PeerState) -> None:
         # A link that is closing has its peer dialled again when it is gone.
         if state.dialling is not None or state.link is not None:
             return
@@ -376,19 +327,19 @@ class TcpTransport(Transport):
             return
         state.dialling = self._own(self._dial_peer(state))
 
-    def _addresses(self, state: _Peer) -> list[Address]:
+    def _addresses(self, state: PeerState) -> list[Address]:
         addresses = list(self._handler.addresses_of(state.peer))
         if state.address is not None and state.address not in addresses:
             addresses.insert(0, state.address)
         return addresses[:ADDRESSES_TRIED]
 
-    async def _dial_peer(self, state: _Peer) -> None:
+    async def _dial_peer(self, state: PeerState) -> None:
         """Try a peer's addresses, once each; `on_lost` if none leads to it."""
         refused = True
         detail = "it has no address that can be dialled"
         for address in self._addresses(state):
             try:
-                await self._connect(address, state.peer)
+                await self._doors.connect(address, state.peer)
                 break
             except UnreachableError as error:
                 refused = refused and error.reason == "refused"
@@ -400,129 +351,6 @@ class TcpTransport(Transport):
         state.dialling = None
         if state.link is None:
             self._give_up(state.peer, refused, detail)
-
-    async def _connect(self, address: Address, expect: PeerId | None) -> PeerId:
-        """Dial an address and prove both sides; returns who is there, connected."""
-        if expect == self._me.key.peer:
-            raise HandshakeError(str(address), "self-dial", "a peer cannot dial itself")
-        try:
-            sock, where = await connect_any((address,), self._config.dial_timeout_s, bulk=False)
-        except OSError as error:
-            reason = "refused" if isinstance(error, ConnectionRefusedError) else "unreachable"
-            raise UnreachableError(str(address), reason, str(error)) from error
-        link = self._new_link(where)
-        try:
-            async with asyncio.timeout(self._config.handshake_timeout_s):
-                await self._loop.create_connection(
-                    lambda: link,
-                    sock=sock,
-                    ssl=self._client_tls,
-                    server_hostname="",
-                    ssl_shutdown_timeout=CLOSE_S,
-                )
-                self._track(link)
-                greeting = await handshake.greet_server(link, self._me, expect)
-                if greeting.peer == self._me.key.peer:
-                    raise self._myself(str(address), greeting.instance)
-                return await self._prove(link, greeting, address)
-        except TimeoutError as error:
-            detail = f"no answer within {self._config.handshake_timeout_s} s"
-            raise HandshakeError(where, "handshake-timeout", detail) from error
-        except OSError as error:
-            raise HandshakeError(where, "handshake-broken", str(error)) from error
-        finally:
-            if link not in self._owners:
-                link.close()  # the loop owns the socket, also where TLS did not come up
-
-    async def _prove(self, link: ControlLink, greeting: Greeting, address: Address) -> PeerId:
-        """Prove this peer on a link, unless the two are connected otherwise meanwhile."""
-        state = self._state(greeting.peer)
-        while state.proving:
-            await state.changed()
-        if state.link is not None and state.link.alive:
-            return state.peer
-        self._attempts += 1
-        state.proving = greeting.instance
-        try:
-            proved = await handshake.prove_to_server(link, self._me, greeting, self._attempts)
-        except CrossedError:
-            while state.link is None:  # within the deadline of the handshake
-                await state.changed()
-            return state.peer
-        finally:
-            state.proving = b""
-            state.change()
-        other = state.proved if state.link is not None else None
-        if other is None or other.attempt <= proved.void:
-            self._establish(state, link, proved, address)
-        return state.peer
-
-    def _myself(self, where: str, instance: bytes) -> HandshakeError:
-        if instance == self._me.instance:
-            return HandshakeError(where, "self-dial", "this peer listens there itself")
-        return HandshakeError(
-            where, "duplicate-key", "another process uses this peer's key: give it its own"
-        )
-
-    # --- being dialled --------------------------------------------------------------------
-
-    async def _welcome_control(self, sock: socket.socket, where: str) -> None:
-        """Prove a dialer, or tell it why not; owns the socket."""
-        tune(sock, bulk=False)
-        link = self._new_link(where)
-        try:
-            await self._loop.connect_accepted_socket(
-                lambda: link, sock, ssl=self._server_tls.context, ssl_shutdown_timeout=CLOSE_S
-            )
-            self._track(link)
-            greeting, proved = await handshake.greet_dialer(link, self._me)
-            refusal = await self._refusal(proved, where)
-            if refusal is not None:
-                handshake.reject(link, refusal.reason, refusal.detail)
-                raise refusal
-            handshake.prove_to_dialer(link, self._me, greeting, proved.peer, self._attempts)
-            self._establish(self._state(proved.peer), link, proved, None)
-        except CrossedError:
-            return  # no fault: this peer's own dial stays
-        except RemoteError as error:
-            self._notices.tell(error.reason, link.proved, str(error))
-        finally:
-            if link not in self._owners:
-                link.close()  # the loop owns the socket, also where TLS did not come up
-
-    async def _refusal(self, proved: Proved, where: str) -> RemoteError | None:
-        """Decide about a proved dialer: None, or why it is refused (see the module's text)."""
-        if proved.peer == self._me.key.peer:
-            return self._myself(where, proved.instance)
-        state = self._state(proved.peer)
-        while state.link is not None and state.proved is not None:
-            if state.proved.instance == proved.instance:
-                if proved.attempt <= state.proved.void:
-                    return CrossedError(where, "crossed", "a later connection exists")
-                return None  # it would not dial if it still had the old one
-            if await self._answers(state, state.link):
-                detail = f"another process with the key of {short(proved.peer)} is connected"
-                return HandshakeError(where, "duplicate-key", detail)
-        if state.proving == proved.instance and self._me.key.peer < proved.peer:
-            return CrossedError(where, "crossed", "the lower id's dial stays")
-        if self._full() and not self._evict():
-            return HandshakeError(where, "full", f"{self._config.links_max} links")
-        return None
-
-    async def _answers(self, state: _Peer, link: ControlLink) -> bool:
-        """Ask whether a connection is alive; if not, forget it."""
-        if state.probed is None or state.probed.done():
-            state.probed = self._loop.create_future()
-        link.send(encode_message(LinkProbe(reply=False)))
-        done, _ = await asyncio.wait(
-            [state.probed], timeout=min(PROBE_S, self._config.handshake_timeout_s / 2)
-        )
-        if done:
-            return True
-        if state.link is link:
-            state.link = None
-            link.abort()
-        return False
 
     async def _welcome_bulk(self, sock: socket.socket, where: str) -> None:
         """Take a bulk connection that somebody was offered; owns the socket."""
@@ -550,18 +378,10 @@ class TcpTransport(Transport):
 
     # --- links ----------------------------------------------------------------------------
 
-    def _new_link(self, where: str) -> ControlLink:
-        config = self._config
-        return ControlLink(where, config.handshake_frame_bytes_max, config.control_frame_bytes_max)
-
-    def _track(self, link: ControlLink) -> None:
-        self._links.append(link)
-        link.closed.add_done_callback(lambda _: self._links.remove(link))
-
-    def _establish(
-        self, state: _Peer, link: ControlLink, proved: Proved, address: Address | None
+    def establish(
+        self, state: PeerState, link: ControlLink, proved: Proved, address: Address | None
     ) -> None:
-        """Make a proved connection the one to its peer, in place of any other."""
+        """See `DoorsHost`; replaces any other connection to this peer."""
         self._count(state)
         old, state.link = state.link, link
         if old is not None:
@@ -583,13 +403,20 @@ class TcpTransport(Transport):
         link.open(self)
         state.change()
         self._handler.on_link(state.peer, proved.admission)
-        if self._full():
-            self._evict()
+        self.make_room()
 
     def _remember(self, peer: PeerId) -> None:
         self._proved_before[peer] = None
         if len(self._proved_before) > REMEMBERED_MAX:
             del self._proved_before[next(iter(self._proved_before))]
+
+    def owner(self, link: ControlLink) -> PeerState | None:
+        """See `DoorsHost`."""
+        return self._owners.get(link)
+
+    def make_room(self) -> bool:
+        """See `DoorsHost`."""
+        return not self._full() or self._evict()
 
     def _full(self) -> bool:
         return sum(s.link is not None for s in self._peers.values()) >= self._config.links_max
@@ -635,7 +462,7 @@ class TcpTransport(Transport):
         except WireError as error:
             self.control_fault(link, error)
 
-    def _probe(self, state: _Peer, link: ControlLink, message: LinkProbe) -> None:
+    def _probe(self, state: PeerState, link: ControlLink, message: LinkProbe) -> None:
         if not message.reply:
             link.send(encode_message(LinkProbe(reply=True)))
         elif state.probed is not None and not state.probed.done():
