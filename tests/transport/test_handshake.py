@@ -178,6 +178,28 @@ def test_two_processes_with_one_key() -> None:
     run(work)
 
 
+def test_a_restarted_peer_replaces_its_silent_connection() -> None:
+    """A machine that died without a word comes back before its connection times out."""
+
+    async def work() -> None:
+        bench = TcpBench()
+        key = PeerKey.generate()
+        server = await bench.party(config=replace(QUICK, handshake_timeout_s=0.8))
+        first, second = await peer_of(bench, key=key), await peer_of(bench, key=key)
+        await first.transport.dial(bench.book[server.peer][0])
+        await server.heard.until(lambda: bool(server.heard.links), "the first")
+        bench.relays[server.peer].tap = lambda first, inward, data: b""  # a dead machine
+        await second.transport.dial(server.transport.addresses[0])
+        await server.heard.until(lambda: len(server.heard.links) == 2, "the second")
+        assert not server.heard.lost
+        second.transport.send(server.peer, Ping(7))
+        await server.heard.until(lambda: bool(server.heard.messages), "a message")
+        assert server.heard.messages == [(key.peer, Ping(7))]
+        await bench.close()
+
+    run(work)
+
+
 # --- in the middle --------------------------------------------------------------------------
 
 
