@@ -51,6 +51,7 @@ from moshpit.protocol.machine import (
 from moshpit.protocol.matchmaking import Matchmaker
 from moshpit.protocol.membership import Membership
 from moshpit.protocol.progress import Progress
+from moshpit.protocol.view import Entry
 from moshpit.types import GroupId, PeerId, Role, short
 from moshpit.wire.messages import (
     MATCHMAKING_MESSAGES,
@@ -114,6 +115,9 @@ class Node:
         self._rounds: OrderedDict[GroupId, RunningRound] = OrderedDict()
         self._closed: OrderedDict[GroupId, None] = OrderedDict()
         self._misfits: dict[PeerId, bytes] = {}
+        self._changed: dict[PeerId, None] = {}
+        """Whose records have changed since misfits were looked for."""
+        self._membership.view.watch(self._note_change)
         self._generation = -1
         self._skew = 0.0
         self._own_now = now
@@ -433,14 +437,21 @@ class Node:
                 effects += self._membership.publish(now, schema=record.schema)
                 return
 
+    def _note_change(self, entry: Entry) -> None:
+        if entry.record.schema != self.view.me.schema:
+            self._changed[PeerId(entry.record.peer)] = None
+
     def _name_misfits(self, effects: list[Effect]) -> None:
         """Say, once, who averages something else and so will never meet this peer."""
         mine = self.view.me.schema
-        if not mine or len(self._misfits) >= MISFITS_MAX:
+        if not mine:
             return
-        for peer in self.view.live:
+        changed, self._changed = self._changed, {}
+        for peer in changed:
             record = self.view.record(peer)
-            if record is not None and record.schema not in (b"", mine, self._misfits.get(peer)):
+            if record is None or len(self._misfits) >= MISFITS_MAX:
+                continue
+            if record.schema not in (b"", mine, self._misfits.get(peer)):
                 self._misfits[peer] = record.schema
                 effects.append(Emit(Notice("other-model", peer, "averages other tensors")))
 
