@@ -392,7 +392,8 @@ class Checkers:
             view = list(process.node.view.live)
             if view == true:
                 continue
-            missing = [names[peer] for peer in true if peer not in view]
+            seen = frozenset(view)
+            missing = [names[peer] for peer in true if peer not in seen]
             ghosts = [short(peer) for peer in view if peer not in names]
             self.fail(
                 "L2", now, process,
