@@ -30,8 +30,8 @@ from moshpit.wire.messages import Admission, PeerRecord
 
 log = logging.getLogger("moshpit")
 
-REPORT_INTERVAL_S = 0.1  # guess: how often the trainer wakes the network with its progress
-REPORT_SHARE = 0.05  # guess: or when so much of an epoch was done since
+REPORT_INTERVAL_S = 0.5  # not sooner than anybody is told of it (ProgressConfig)
+REPORT_SHARE = 0.1  # guess: or when so much of an epoch was done since
 NUMEL_BYTES = 8
 _QUIET = frozenset(
     {"peer-joined", "peer-left", "peer-suspected", "peer-back", "behind", "bulk-lost", "takeover"}
