@@ -20,7 +20,6 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
         samples_per_epoch: of all peers together.
         batch_size: samples per local step.
         samples: for the single process: how many to train on.
-        threads: for torch.
         ticket: how to join; empty for the single process.
         weights_path: where to write the final weights (safetensors).
     """
@@ -32,7 +31,6 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_epoch: int
     batch_size: int
     samples: int = 0
-    threads: int = 1
     ticket: str = ""
     weights_path: str = ""
 

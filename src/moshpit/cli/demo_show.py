@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from random import Random
@@ -183,7 +182,7 @@ class Show:
     # --- alone ------------------------------------------------------------------------------
 
     def _train_alone(self, workers: Workers, samples: int) -> None:
-        """Train one process, with all of this machine, on as many samples."""
+        """Train one process, with one thread like each peer, on as many samples."""
         console = output.stdout()
         console.print(f"now one process alone, on the same {samples} samples", highlight=False)
         worker = workers.start(_SINGLE, -1)
@@ -196,7 +195,6 @@ class Show:
                 samples_per_epoch=self.plan.samples_per_epoch,
                 batch_size=self.plan.batch_size * self.plan.peers,
                 samples=samples,
-                threads=len(os.sched_getaffinity(0)),
                 weights_path=str(workers.weights_path(_SINGLE)),
             )
         )

@@ -182,7 +182,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     parent = Parent()
     work = parent.assignment()
-    torch.set_num_threads(work.threads)
+    torch.set_num_threads(1)  # the processes share the cores; threads would wait for each other
     data = corpus()
     if work.index < 0:
         train_alone(work, parent, data)
