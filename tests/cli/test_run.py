@@ -164,3 +164,14 @@ def test_sigterm_unwinds_the_script_within_its_grace(
     assert said in err
     assert "Traceback" not in err
     assert out == ("leaving\n" if not said else out)
+
+
+def test_a_bad_ticket_is_said_in_one_line(moshpit: Moshpit, tmp_path: Path) -> None:
+    script = write(tmp_path, "import moshpit\nmoshpit.join()\n")
+    for arguments in (("--ticket", "moshpit1_xyz", script), (script,)):
+        done = moshpit("run", *arguments)
+        assert done.returncode == 2
+        assert "ticket" in done.stderr
+        assert "Traceback" not in done.stderr
+    aux = moshpit("run", "--role", "aux", "--ticket", "moshpit1_xyz")
+    assert (aux.returncode, len(aux.stderr.splitlines())) == (2, 1)
