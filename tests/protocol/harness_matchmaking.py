@@ -8,7 +8,6 @@ import random
 from dataclasses import dataclass, field
 
 from moshpit.config import MatchmakingConfig, RoundConfig
-from moshpit.protocol import grid
 from moshpit.protocol.hosting import ranked
 from moshpit.protocol.machine import Effect, GroupReady, LinkDown, Received, SeekFailed, Send, Tick
 from moshpit.protocol.matchmaking import JoinFields, Matchmaker
@@ -101,8 +100,9 @@ def fields(weighs: bool = True, origin: bytes = b"", **changes: object) -> JoinF
 
 def first_key(view: StaticView, epoch: int = 0, group_size: int = 4) -> GroupKey:
     """Return the key of a peer on axis 0, from its own view, as its node does."""
-    peers = ranked(view, SCHEMA, epoch)
-    plan = grid.plan(len(peers), group_size)
+    ranking = ranked(view, SCHEMA, epoch, group_size)
+    assert ranking is not None
+    plan, peers = ranking
     return GroupKey(epoch, 0, plan.path(peers.index(PeerId(view.me.peer)), 0))
 
 

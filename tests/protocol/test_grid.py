@@ -170,3 +170,31 @@ def test_order_moves_with_the_epoch_and_is_stable() -> None:
 def test_nonsense_is_refused(n: int, group_size: int) -> None:
     with pytest.raises(ConfigError):
         grid.plan(n, group_size)
+
+
+@pytest.mark.parametrize("group_size", [4, 5, 16])
+@pytest.mark.parametrize("n", [3, 15, 17, 40, 64, 100])
+def test_every_group_has_a_peer_that_reduces_wherever_that_can_be(n: int, group_size: int) -> None:
+    peers = [PeerId(bytes([(i * 37) % 251]) * 32) for i in range(n)]
+    for count in sorted({1, 2, n // 4 + 1, n // 2, n}):
+        dialable = dict.fromkeys(peers[:count])
+        for epoch in (0, 3):
+            plan, ranked = grid.arrange(peers, epoch, group_size, lambda p, d=dialable: p in d)
+            assert sorted(ranked) == sorted(peers)
+            lacking = [
+                (axis, path)
+                for axis in range(plan.axes)
+                for path in {plan.path(rank, axis): None for rank in range(n)}
+                if not any(ranked[rank] in dialable for rank in plan.members(axis, path))
+            ]
+            assert not lacking or len(plan.keystones) > count
+            assert not lacking or plan.group_size == grid.GROUP_SIZE_MAX
+            if n <= grid.GROUP_SIZE_MAX:
+                assert not lacking
+
+
+def test_without_clients_the_arrangement_is_the_plain_one() -> None:
+    peers = [PeerId(bytes([i]) * 32) for i in range(40)]
+    plan, ranked = grid.arrange(peers, 2, 4, lambda p: True)
+    assert plan is grid.plan(40, 4)
+    assert ranked == grid.order(peers, 2)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moshpit.config import MatchmakingConfig
-from moshpit.protocol import announcement, grid
+from moshpit.protocol import announcement
 from moshpit.protocol.hosting import ASSEMBLIES_MAX, ranked
 from moshpit.protocol.machine import Event, GroupReady, LinkDown, Received, SeekFailed, Tick
 from moshpit.protocol.matchmaking import JOINS_MAX, Matchmaker
@@ -51,8 +51,9 @@ SEEK_S_MAX = 2 * MATCHMAKING.window_s_max + 5 + JOINS_MAX * MATCHMAKING.join_tim
 def assert_planned(world: World) -> None:
     """Everybody is in exactly the group that the plan says, with all of its members."""
     some = world.members[world.ids[0]]
-    peers = ranked(some.view, SCHEMA, 0)
-    plan = grid.plan(len(peers), 4)
+    ranking = ranked(some.view, SCHEMA, 0, 4)
+    assert ranking is not None
+    plan, peers = ranking
     for peer, member in world.members.items():
         [ready] = member.groups
         assert member.failures == []

@@ -18,12 +18,14 @@ everybody holds the weighted global mean, for every n and every weights.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
 from moshpit.errors import ConfigError
 from moshpit.types import PeerId
+
+GROUP_SIZE_MAX = 64  # seats fit the 64-bit mask of a chunk header
 
 Path = tuple[int, ...]
 _Family = tuple[int, ...]
@@ -51,7 +53,8 @@ class Plan:
     """
 
     __slots__ = (
-        "_groups", "_paths", "_shapes", "_slots", "_sorted", "axes", "group_size", "largest", "n"
+        "_groups", "_keystones", "_paths", "_shapes", "_slots", "_sorted", "axes", "group_size",
+        "largest", "n",
     )  # fmt: skip
 
     def __init__(self, n: int, group_size: int) -> None:
@@ -67,6 +70,7 @@ class Plan:
         self._paths: list[list[Path]] = [[()] * n for _ in range(self.axes)]
         self._slots: list[list[int]] = [[0] * n for _ in range(self.axes)]
         self._groups: list[dict[Path, tuple[int, ...]]] = [{} for _ in range(self.axes)]
+        self._keystones: tuple[int, ...] | None = None
         self._shapes: dict[tuple[tuple[int, ...], int], tuple[int, int]] = {}
         self._place([(rank,) for rank in range(n)], (), 0)
         self._shapes.clear()
@@ -102,6 +106,40 @@ class Plan:
         following = self._sorted[axis + 1]
         start = bisect_left(following, path[:-1])
         return following[(start + slot) % len(following)]
+
+    @property
+    def keystones(self) -> tuple[int, ...]:
+        """Ranks of which every group of every axis holds at least one, as few as are found.
+
+        Where peers that can reduce sit at these ranks, no group is without one.
+        """
+        if self._keystones is None:
+            self._keystones = self._find_keystones()
+        return self._keystones
+
+    def _find_keystones(self) -> tuple[int, ...]:
+        lacking = {
+            (axis, path): None for axis, groups in enumerate(self._groups) for path in groups
+        }
+        found: list[int] = []
+        axes = range(self.axes)
+        gains = [self.axes] * self.n
+        while lacking:
+            # The best rank covers as many more groups as any; the first such is taken.
+            best, gain = 0, 0
+            for rank, bound in enumerate(gains):
+                if bound > gain:
+                    gains[rank] = sum(
+                        (a, self._paths[a][rank]) in lacking for a in range(self.axes)
+                    )
+                    if gains[rank] > gain:
+                        best, gain = rank, gains[rank]
+                        if gain == self.axes:
+                            break
+            found.append(best)
+            for axis in axes:
+                lacking.pop((axis, self._paths[axis][best]), None)
+        return tuple(found)
 
     def _place(self, block: list[_Family], prefix: Path, axis: int) -> None:
         """Plan a block of families from this axis on."""
@@ -210,6 +248,34 @@ def plan(n: int, group_size: int) -> Plan:
         ConfigError: n < 1 or group_size < 2.
     """
     return Plan(n, group_size)
+
+
+def arrange(
+    peers: Sequence[PeerId], epoch: int, group_size: int, reduces: Callable[[PeerId], bool]
+) -> tuple[Plan, list[PeerId]]:
+    """Return the plan for these peers, and who has which rank, so that groups can reduce.
+
+    Peers that reduce nothing (clients) cannot be a group by themselves. Those that do take the
+    plan's keystones. Where they are too few for that, groups are larger, up to
+    `GROUP_SIZE_MAX`: a few peers with an address then reduce for many without.
+
+    Args:
+        peers: not empty.
+        epoch: moves the order, see `order`.
+        group_size: M, the size that groups should have.
+        reduces: whether a peer can be dialled and so reduce.
+    """
+    ranked = order(peers, epoch)
+    chosen = plan(len(ranked), group_size)
+    reducers = [peer for peer in ranked if reduces(peer)]
+    if not reducers or len(reducers) == len(ranked):
+        return chosen, ranked
+    while len(chosen.keystones) > len(reducers) and chosen.group_size < GROUP_SIZE_MAX:
+        chosen = plan(len(ranked), min(2 * chosen.group_size, GROUP_SIZE_MAX))
+    at = dict(zip(chosen.keystones, reducers, strict=False))
+    placed = frozenset(at.values())
+    others = iter([peer for peer in ranked if peer not in placed])
+    return chosen, [at[rank] if rank in at else next(others) for rank in range(len(ranked))]
 
 
 def order(peers: Sequence[PeerId], epoch: int) -> list[PeerId]:

@@ -49,14 +49,18 @@ WINDOW_FACTOR = 4.0  # guess: × the usual spread of arrivals
 WINDOW_MARGIN_S = 1.0  # guess
 
 
-def ranked(view: View, schema: bytes, epoch: int) -> list[PeerId]:
-    """Return the live peers of a schema in the order of their ranks in this epoch."""
+def ranked(
+    view: View, schema: bytes, epoch: int, group_size: int
+) -> tuple[grid.Plan, list[PeerId]] | None:
+    """Return the plan for the live peers of a schema, and who has which rank; None: no peers."""
     peers: list[PeerId] = []
     for peer in view.live:
         record = view.record(peer)
         if record is not None and record.schema == schema:
             peers.append(peer)
-    return grid.order(peers, epoch)
+    if not peers:
+        return None
+    return grid.arrange(peers, epoch, group_size, lambda p: announcement.can_host(view, p))
 
 
 @dataclass(slots=True)
@@ -124,7 +128,7 @@ class Hosting:
         # Two lives of one peer must not make the same group id.
         self._serial = rng.getrandbits(64) << 32
         self._ranking_of: tuple[int, int, bytes] | None = None
-        self._ranking: list[PeerId] = []
+        self._ranking: tuple[grid.Plan, list[PeerId]] | None = None
         self._seen_generation = view.generation
 
     @property
@@ -316,18 +320,17 @@ class Hosting:
             return min(self._config.window_s_first, self._config.window_s_max)
         return min(self._config.window_s_max, WINDOW_FACTOR * self._spread_s + WINDOW_MARGIN_S)
 
-    def _ranked(self, epoch: int, schema: bytes) -> list[PeerId]:
+    def _ranked(self, epoch: int, schema: bytes) -> tuple[grid.Plan, list[PeerId]] | None:
         """Return the ranking, from a cache for as long as the view does not change."""
         wanted = (epoch, self._view.generation, schema)
         if self._ranking_of != wanted:
-            self._ranking = ranked(self._view, schema, epoch)
+            self._ranking = ranked(self._view, schema, epoch, self._config.group_size)
             self._ranking_of = wanted
         return self._ranking
 
     def _open(self, join: Join, now: float) -> Assembly:
         key = join.key
-        peers = self._ranked(key.epoch, join.schema)
-        plan = grid.plan(len(peers), self._config.group_size) if peers else None
+        plan, peers = self._ranked(key.epoch, join.schema) or (None, [])
         ranks: Sequence[int] = plan.members(key.axis, key.path) if plan else ()
         assembly = Assembly(
             key=key,

@@ -23,7 +23,7 @@ import msgspec
 
 from moshpit.config import SwarmConfig
 from moshpit.events import EpochReport, Notice, RoundReport
-from moshpit.protocol import grid
+from moshpit.protocol import announcement, grid
 from moshpit.protocol.allreduce import AllReduce
 from moshpit.protocol.course import Averaging, RunningRound
 from moshpit.protocol.machine import (
@@ -300,9 +300,11 @@ class Node:
         if len(peers) == 1:
             self._end(effects, now)
             return
-        plan = grid.plan(len(peers), self._config.matchmaking.group_size)
-        rank = grid.order(peers, self._epoch).index(self._signer.peer)
-        self._seek(plan.path(rank, 0), effects, now)
+        size = self._config.matchmaking.group_size
+        plan, ranked = grid.arrange(
+            peers, self._epoch, size, lambda p: announcement.can_host(self.view, p)
+        )
+        self._seek(plan.path(ranked.index(self._signer.peer), 0), effects, now)
 
     def _meets(self, peer: PeerId, schema: bytes) -> bool:
         record = self.view.record(peer)
