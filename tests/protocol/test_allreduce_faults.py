@@ -315,3 +315,25 @@ def test_the_same_seed_gives_the_same_story_under_any_hash_seed() -> None:
     world.run()
     prints.add(hashlib.sha256("\n".join(world.trace).encode()).hexdigest() + "\n")
     assert len(prints) == 1
+
+
+def test_a_reducer_that_hangs_towards_everybody_is_replaced_before_the_deadline() -> None:
+    """Seat 2 lives and beats, but no result of its own comes out of it."""
+    world = World(
+        11,
+        8,
+        ["worker"] * 4,
+        [[1.0] * 8] * 4,
+        chunk_delay=lambda a, b: 1e3 if a == 2 else 0.01,
+    )
+    world.run(until=60)
+    honest = [p for seat, p in enumerate(world.processes) if seat != 2]
+    identities = [world.identity(p) for p in honest]
+    assert all(i == identities[0] for i in identities)
+    for process in honest:
+        assert process.report is not None
+        assert process.report.missing == ()
+        assert process.report.outcome is Outcome.PARTIAL
+        assert [b.peer[0] for b in process.report.blames] == [2]
+        assert process.ended_at is not None
+        assert process.ended_at < 10.0, "it was the deadline that ended it"

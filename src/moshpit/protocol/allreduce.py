@@ -37,7 +37,7 @@ from moshpit.protocol.machine import (
     TakeResult,
     Tick,
 )
-from moshpit.protocol.reduction import MASS_MAX, Reductions
+from moshpit.protocol.reduction import CUT_SHARE, MASS_MAX, Reductions
 from moshpit.protocol.round import Round
 from moshpit.protocol.seating import bits
 from moshpit.protocol.serving import Serving
@@ -100,6 +100,7 @@ class AllReduce:
         self._reductions = Reductions(state, self._keep)
         self._takeovers = Takeovers(state, self._serving, self._reductions)
         self._told_lost = 0
+        self._had, self._had_at = 0, now  # what was here at the latest heartbeat that saw news
         self._lost_at = [now] * self._seating.size
         self._chunk_at = [now] * self._seating.size
         self._gap_s = 0.0  # the longest time between two chunks of one sender
@@ -411,7 +412,28 @@ class AllReduce:
             self._beat(seat)
         if not self.ended:
             self._reductions.cut_laggards(now)
+            self._drop_hanging(now)
             self._seek_results(now)
+
+    def _drop_hanging(self, now: float) -> None:
+        """Count no more on reducers that live but make nothing, long after all else is here."""
+        config, state = self._round.config, self._round
+        if self._ledger.have != self._had:
+            self._had, self._had_at = self._ledger.have, now
+        if not self._had or not self._ledger.lacking:
+            return
+        took = self._had_at - state.started
+        allowed = 2 * config.stall_s + (config.laggard_factor + 1) * took
+        # A reducer itself may wait so long for senders that lag, and is not hanging then.
+        patience = CUT_SHARE * (state.deadline - state.started) + 2 * config.stall_s
+        if now - self._had_at < allowed or now - state.started < patience:
+            return
+        for part in self._ledger.parts:
+            acting = state.acting(part)
+            lacking = self._ledger.lacking & self._ledger.mask(part)
+            if lacking and self._seating.alive >> acting & 1:
+                self._lose(acting, "hanging", f"no result of part {part}", now)
+        self._had_at = now  # whoever takes over has as long
 
     def _seek_results(self, now: float) -> None:
         """Ask for results that nobody is going to push to this seat."""
