@@ -18,7 +18,7 @@ import pytest
 from moshpit.events import Outcome
 from moshpit.wire.messages import Takeover
 
-from .harness_allreduce import CONFIG, World
+from .harness_allreduce import CONFIG, DEADLINE_S, World
 
 SOON_S = 3.0  # detection (1.25 s), a takeover, and the chunks again
 
@@ -336,4 +336,4 @@ def test_a_reducer_that_hangs_towards_everybody_is_replaced_before_the_deadline(
         assert process.report.outcome is Outcome.PARTIAL
         assert [b.peer[0] for b in process.report.blames] == [2]
         assert process.ended_at is not None
-        assert process.ended_at < 10.0, "it was the deadline that ended it"
+        assert process.ended_at < 0.7 * DEADLINE_S
