@@ -380,7 +380,9 @@ class Node:
     def _advance(self, epoch: int, effects: list[Effect], now: float) -> None:
         self._epoch = epoch
         self._due = None
-        self._latest_progress = None  # it was about the epoch before
+        last = self._latest_progress
+        if last is not None:  # its samples were the epoch's before
+            self._latest_progress = LocalProgress(0.0, last.rate, last.step_s)
         self._matchmaker.epoch = epoch
         self._progress.advance(epoch, now)
         live = len(self.view.live)
