@@ -33,7 +33,7 @@ from moshpit.sim.checkers import Checkers
 from moshpit.sim.faults import Faults
 from moshpit.sim.network import Network, Wiring
 from moshpit.sim.payloads import Payloads
-from moshpit.sim.process import Host, Process, peer_id
+from moshpit.sim.process import Host, NodeMachine, Process, peer_id
 from moshpit.sim.scenario import Scenario
 from moshpit.sim.schedule import Schedule
 from moshpit.sim.signer import SIM_ADMISSION, SimSigner
@@ -193,11 +193,7 @@ class World:
         index = len(self.processes)
         now = self.schedule.now
         process = Process(index, peer, host, role, born=now, offset=self._rng.uniform(0.0, 1e3))
-        record = self._record(process)
-        process.node = Node(
-            SimSigner(peer), record, self.config, self._generator(f"node/{index}"),
-            process.clock + now, target=self._target,
-        )  # fmt: skip
+        process.node = self.make_node(process)
         process.trainer = self._trainer(process)
         host.process = process
         self.processes.append(process)
@@ -208,6 +204,15 @@ class World:
         if self.scenario.swarm.start == "join" or now > 0.0:
             self._join(process, None)
         process.trainer.work()
+
+    def make_node(self, process: Process) -> NodeMachine:
+        """Make the machine of a new process; tests of the checkers put broken ones here."""
+        rng = self._generator(f"node/{process.index}")
+        now = self.schedule.now + process.offset
+        return Node(
+            SimSigner(process.peer), self._record(process), self.config, rng, now,
+            target=self._target,
+        )  # fmt: skip
 
     def _role(self, host: Host) -> Role:
         if host.nat:
@@ -422,6 +427,7 @@ class World:
         spins = self._spins[process.index] = self._spins.get(process.index, 0) + 1
         if spins > SPINS_MAX:
             text = f"wants ticks without end (wake-up {wakeup}, clock {process.clock})"
+            self.note(f"{process.name} {text}")
             self.checkers.fail("L1", self.schedule.now, process, text)
             self.kill(process, dark=False)
 
