@@ -101,7 +101,7 @@ class CharTransformer(nn.Module):
         self.recent = nn.Conv1d(width, width, _RECENT, groups=width, bias=False)
         self.blocks = nn.ModuleList([_Block(width, heads) for _ in range(layers)])
         self.last = nn.LayerNorm(width)
-        self.head = nn.Linear(width, characters)
+        self.head = nn.Linear(width, characters, bias=False)
         random = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() >= 2:

@@ -180,8 +180,8 @@ def failed_checks(result: Result, *, kill: int) -> list[str]:
         ),
         (
             result.stall_s_after_kill <= STALL_S_MAX,
-            f"a survivor stood still for {human_s(result.stall_s_after_kill)} after the kill; at "
-            f"most {human_s(STALL_S_MAX)}",
+            f"a survivor stood still for {result.stall_s_after_kill:.1f} s after the kill; at "
+            f"most {STALL_S_MAX:.1f} s",
         ),
     ]
     return [words for holds, words in claims if not holds]

@@ -68,7 +68,7 @@ class PlainView:
 
     def say(self, text: str) -> None:
         """Print it."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def changed(self, row: Row) -> None:
         """Print a line if the peer has ended another epoch."""
@@ -107,7 +107,7 @@ class LiveView:
 
     def say(self, text: str) -> None:
         """Print it above the table."""
-        self._live.console.print(text, markup=False, soft_wrap=True)
+        self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def changed(self, row: Row) -> None:
         """The table reads the rows by itself."""
