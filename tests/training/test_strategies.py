@@ -259,6 +259,23 @@ def test_statistics_are_averaged_only_when_asked(memory_swarm, together):
             assert torch.equal(ours, theirs) is wanted
 
 
+def test_a_second_moment_never_becomes_negative(memory_swarm):
+    trainer = Trainer(memory_swarm(1).peers[0], LocalSGD(1e9, average_statistics=True))
+    trainer.step()
+    strategy, state = trainer.opt._strategy, trainer.inner.state[trainer.model[0].weight]
+    snapshot = strategy.snapshot()
+    trainer.step()
+    with torch.no_grad():
+        state["exp_avg_sq"].mul_(1e-3)  # it has decayed since ...
+    first, second = state["exp_avg"].clone(), state["exp_avg_sq"].clone()
+    strategy.adopt(snapshot, snapshot.vector * 0.5)  # ... and the mean is well below
+    assert torch.equal(state["exp_avg_sq"], torch.zeros_like(second))
+    assert (second > 0).any()
+    assert (first < 0).any()
+    assert (state["exp_avg"] < 0).any(), "what has a sign keeps it"
+    assert not torch.equal(state["exp_avg"], first)
+
+
 def test_a_parameter_without_gradients_does_not_change_the_schema(memory_swarm):
     def schema(use_second):
         model = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)})

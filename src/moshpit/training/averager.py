@@ -49,7 +49,7 @@ class Averager(Protocol):
         """Whether the swarm has met its target, or groupmates call; a cheap read."""
         ...
 
-    def attach(self, schema: bytes, numel: int, samples_per_epoch: float) -> None:
+    def attach(self, schema: bytes, numel: int, samples_per_epoch: float) -> object:
         """Say once what is averaged here, and how many samples of all peers make an epoch."""
         ...
 

@@ -68,7 +68,7 @@ class Strategy(ABC):
         self.overlap = overlap
         self.samples: float = 0.0
         """Samples of this peer since its last snapshot."""
-        self._main_layouts, self._extra_layouts = _Layouts(), _Layouts()
+        self._layouts = _Layouts()
         self._inner: torch.optim.Optimizer | None = None
         self._model: torch.nn.Module | None = None
 
@@ -91,12 +91,9 @@ class Strategy(ABC):
     def layout(self) -> tuple[bytes, int]:
         """Return the schema (8 bytes) and length of the vectors that are exchanged. Peers of
         different strategies or models have different schemas, so they never meet."""
-        parts = (self._main_layout(), self._extra_layout())
-        schema = hashlib.blake2b(self.name.encode(), digest_size=8)
-        for part in parts:
-            if part is not None:
-                schema.update(part.schema)
-        return schema.digest(), sum(part.numel for part in parts if part is not None)
+        layout = self._layouts.of(self.parameters() + self._extras())
+        schema = hashlib.blake2b(self.name.encode() + layout.schema, digest_size=8)
+        return schema.digest(), layout.numel
 
     @abstractmethod
     def local_step(self, closure: Closure | None, samples: Callable[[], float]) -> Any:
@@ -126,34 +123,35 @@ class Strategy(ABC):
             )
         self.samples = float(state["samples"])
 
-    def _main_layout(self) -> VectorLayout:
-        return self._main_layouts.of(self.parameters())
-
-    def _extra_tensors(self) -> list[Named]:
-        """What is assigned from the mean rather than moved by its difference. A variance, for
-        one, would become negative if it had decayed since the snapshot."""
+    def _extras(self) -> list[Named]:
+        """What is averaged beside the parameters or gradients; comes after them in the vector."""
         return buffers_of(self._model)
 
-    def _extra_layout(self) -> VectorLayout | None:
-        extras = self._extra_tensors()
-        return self._extra_layouts.of(extras) if extras else None
-
     def _collect(self, main: list[Named]) -> Snapshot:
-        """Copy ``main`` and the extras into one new vector, and look for non-finite values."""
-        layouts = [self._main_layouts.of(main)]
-        extra = self._extra_layout()
-        if extra is not None:
-            layouts.append(extra)
-        vector = torch.empty(sum(part.numel for part in layouts), dtype=torch.float32)
-        at = 0
-        for part in layouts:
-            part.flatten_into(vector[at : at + part.numel])
-            at += part.numel
+        """Copy ``main`` and the extras into a new vector, and look for non-finite values.
+
+        New each time: groupmates may still ask for the last one after its averaging.
+        """
+        tensors = main + self._extras()
+        layout = self._layouts.of(tensors)
+        vector = torch.empty(layout.numel, dtype=torch.float32)
+        layout.flatten_into(vector)
         weight, self.samples = self.samples, 0.0
         if is_finite(vector):
             return Snapshot(vector, weight)
-        name = first_nonfinite([*main, *self._extra_tensors()]) or "a value beyond float32"
-        return Snapshot(vector, 0.0, name)
+        return Snapshot(vector, 0.0, first_nonfinite(tensors) or "a value beyond float32")
+
+
+@torch.no_grad()
+def _keep_positive(extras: list[Named], snapshot: torch.Tensor) -> None:
+    """Clear what a difference made negative in tensors that had nothing negative: a second
+    moment or a variance that has decayed since the snapshot may be moved below zero."""
+    at = snapshot.numel()
+    for named in reversed(extras):
+        start = at - named.tensor.numel()
+        if bool((snapshot[start:at] >= 0).all().item()):
+            named.tensor.clamp_(min=0)
+        at = start
 
 
 class _Layouts:
@@ -187,7 +185,7 @@ class LocalSGD(Strategy):
     Args:
         samples_per_epoch: samples of all peers together between two averagings.
         average_statistics: also average what the optimizer keeps per parameter (momenta,
-            second moments). Step counts stay each peer's own.
+            second moments), in the same way. Step counts stay each peer's own.
         overlap: go on training while an averaging is under way; otherwise ``step()`` waits.
 
     Example:
@@ -227,13 +225,13 @@ class LocalSGD(Strategy):
         return taken
 
     def adopt(self, snapshot: Snapshot, mean: torch.Tensor) -> None:
-        main, extra = self._main_layout(), self._extra_layout()
+        extras = self._extras()
+        layout = self._layouts.of(self.parameters() + extras)
         if self._steps_since_snapshot == 0 or snapshot.nonfinite is not None:
-            main.write_back(mean[: main.numel])
+            layout.write_back(mean)
         else:
-            main.add_delta(mean[: main.numel], snapshot.vector[: main.numel])
-        if extra is not None:
-            extra.write_back(mean[main.numel :])
+            layout.add_delta(mean, snapshot.vector)
+            _keep_positive(extras, snapshot.vector)
         if snapshot.nonfinite is not None:
             forget_nonfinite_statistics(self.inner, self.parameters())
 
@@ -247,8 +245,8 @@ class LocalSGD(Strategy):
         super().load_state_dict(state)
         self._stepped = bool(state["stepped"])
 
-    def _extra_tensors(self) -> list[Named]:
-        extras = super()._extra_tensors()
+    def _extras(self) -> list[Named]:
+        extras = super()._extras()
         if self.average_statistics:
             if not self._stepped:
                 raise ConfigError(
@@ -326,27 +324,22 @@ class GradientAveraging(Strategy):
         return taken
 
     def adopt(self, snapshot: Snapshot, mean: torch.Tensor) -> None:
-        main, extra = self._main_layout(), self._extra_layout()
-        self._apply(mean[: main.numel])
-        if extra is not None:
-            extra.write_back(mean[main.numel :])
-
-    def keep_local(self, snapshot: Snapshot) -> None:
-        if snapshot.weight > 0:
-            self._apply(snapshot.vector[: self._main_layout().numel])
-
-    def _apply(self, gradient: torch.Tensor) -> None:
         parameters = self.parameters()
         means = [Named(p.name, torch.empty_like(p.tensor)) for p in parameters]
-        self._main_layouts.of(means).write_back(gradient)
-        for named, mean in zip(parameters, means, strict=True):
+        self._layouts.of(means + self._extras()).write_back(mean)
+        for named, gradient in zip(parameters, means, strict=True):
             # A parameter that nobody used keeps its None, as without Moshpit.
-            named.tensor.grad = mean.tensor if bool(mean.tensor.any().item()) else None
+            used = bool(gradient.tensor.any().item())
+            named.tensor.grad = gradient.tensor if used else None
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_([p.tensor for p in parameters], self.max_grad_norm)
         self.inner.step()
         for named in parameters:
             named.tensor.grad = None
+
+    def keep_local(self, snapshot: Snapshot) -> None:
+        if snapshot.weight > 0:
+            self.adopt(snapshot, snapshot.vector)
 
     def _sum_of(self, parameter: torch.Tensor) -> torch.Tensor:
         if parameter not in self._sums:
