@@ -49,7 +49,7 @@ class MemoryPeer:
         return self.swarm.due(self.index)
 
     def attach(self, schema: bytes, numel: int, samples_per_epoch: float) -> None:
-        assert self.attached is None, "attach is called once"
+        assert not self.reports, "what is averaged does not change in training"
         self.attached = (schema, numel, samples_per_epoch)
 
     def report_progress(self, samples: float, rate: float, step_s: float) -> None:

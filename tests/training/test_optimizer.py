@@ -122,6 +122,7 @@ def test_groups_can_be_added_until_the_first_step(model, peer):
     head = nn.Linear(2, 1)
     opt.add_param_group({"params": head.parameters(), "lr": 0.01})
     assert len(opt.inner.param_groups) == 2
+    assert peer.attached[1] == sum(p.numel() for p in (*model.parameters(), *head.parameters()))
     head(model(torch.ones(8, 4))).sum().backward()
     opt.step()
     assert peer.attached[1] == sum(p.numel() for p in (*model.parameters(), *head.parameters()))
@@ -199,16 +200,15 @@ def test_keyword_arguments_and_mappings_are_looked_into(peer, given):
     assert opt.stats.samples == 9
 
 
-def test_what_is_said_outranks_what_is_seen(model, peer):
+def test_what_is_said_outranks_what_is_seen(model, peer, memory_swarm):
     opt = wrap(model, peer)
     backward(model, 8)
     opt.step(samples=2)
     backward(model, 8)
     opt.step()
     assert opt.stats.samples == 10
-    fixed = wrap(model, peer, batch_size=32)
+    fixed = wrap(model, memory_swarm(1).peers[0], batch_size=32)
     backward(model, 8)
-    fixed._swarm.attached = None
     fixed.step()
     assert fixed.stats.samples == 32
 

@@ -50,7 +50,8 @@ class Averager(Protocol):
         ...
 
     def attach(self, schema: bytes, numel: int, samples_per_epoch: float) -> object:
-        """Say once what is averaged here, and how many samples of all peers make an epoch."""
+        """Say what is averaged here, and how many samples of all peers make an epoch. Said
+        again only if parameters were added before the first step."""
         ...
 
     def report_progress(self, samples: float, rate: float, step_s: float) -> None:

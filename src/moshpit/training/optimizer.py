@@ -98,10 +98,21 @@ class Optimizer(torch.optim.Optimizer):
             peer's own.
 
     Example:
+        >>> import moshpit
+        >>> from moshpit.identity.tickets import RunKey
         >>> model = torch.nn.Linear(4, 2)
         >>> inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
-        >>> optimizer = moshpit.Optimizer(                           # doctest: +SKIP
-        ...     inner, swarm, strategy=moshpit.LocalSGD(samples_per_epoch=4096))
+        >>> ticket = RunKey.generate().invite().ticket(()).encode()
+        >>> with moshpit.join(ticket, listen="127.0.0.1:0", identity="new") as swarm:
+        ...     strategy = moshpit.LocalSGD(samples_per_epoch=64)
+        ...     optimizer = moshpit.Optimizer(inner, swarm, strategy=strategy)
+        ...     while optimizer.epoch < 2:
+        ...         model(torch.ones(32, 4)).square().mean().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...     report = optimizer.finish()
+        >>> str(report.outcome)
+        'complete'
     """
 
     def __init__(
@@ -117,6 +128,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ConfigError(f"batch_size: {batch_size!r}; give a positive number of samples")
         self._ready = False
         self._attached = False
+        self._stepped = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner = optimizer
         self._share()
@@ -136,6 +148,8 @@ class Optimizer(torch.optim.Optimizer):
         self._last_report: EpochReport | None = None
         self._waited_s = 0.0
         self._longest_wait_s = 0.0
+        if strategy.layout_known:  # the sooner, the sooner others count on this peer
+            self._attach()
 
     # --- what is normal about it ------------------------------------------------------------
 
@@ -153,13 +167,16 @@ class Optimizer(torch.optim.Optimizer):
         if not self._ready:
             super().add_param_group(param_group)
             return
-        if self._attached:
+        if self._stepped:
             raise ConfigError(
                 "add_param_group after the first step: the swarm already averages this set of "
                 "parameters; add all groups before training"
             )
         self.inner.add_param_group(param_group)
         self._share()
+        if self._attached:
+            self._attached = False
+            self._attach()
         if self._watcher is not None:
             self._watcher.own(param_group["params"])
 
@@ -238,6 +255,7 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: the number of samples is not known, or makes no sense.
         """
         self._share()
+        self._stepped = True
         before = self._strategy.samples
         loss = self._strategy.local_step(closure, lambda: self._count(samples))
         started = time.monotonic()

@@ -88,6 +88,11 @@ class Strategy(ABC):
         """The parameters that are trained."""
         return parameters_of(self.inner, self._model)
 
+    @property
+    def layout_known(self) -> bool:
+        """Whether `layout` can be asked for already, before the first step."""
+        return True
+
     def layout(self) -> tuple[bytes, int]:
         """Return the schema (8 bytes) and length of the vectors that are exchanged. Peers of
         different strategies or models have different schemas, so they never meet."""
@@ -206,6 +211,10 @@ class LocalSGD(Strategy):
         self.average_statistics = average_statistics
         self._steps_since_snapshot = 0
         self._stepped = False
+
+    @property
+    def layout_known(self) -> bool:
+        return self._stepped or not self.average_statistics
 
     def local_step(self, closure: Closure | None, samples: Callable[[], float]) -> Any:
         if closure is None:
