@@ -17,7 +17,7 @@ from moshpit.wire.framing import LENGTH, decode_message, encode_message
 from moshpit.wire.messages import GroupKey, PeerRecord
 
 SCHEMA = b"schema.."
-MATCHMAKING = MatchmakingConfig(group_size=4)
+MATCHMAKING = MatchmakingConfig(group_size=4, call_timeout_s=0.5)
 ROUND = RoundConfig()
 
 
@@ -71,6 +71,12 @@ class StaticView:
 
     def reachable(self, peer: bytes) -> bool:
         return peer in self._live and peer not in self._cut
+
+    def learn(self, record: PeerRecord) -> None:
+        """Let the view know one more live peer."""
+        self._records[record.peer] = record
+        self._live = sorted([*self._live, PeerId(record.peer)])
+        self.generation += 1
 
     def bury(self, peer: PeerId) -> None:
         """Let the peer be dead in this view."""

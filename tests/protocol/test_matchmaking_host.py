@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from moshpit.protocol.machine import (
     Send,
     Tick,
 )
+from moshpit.protocol.matchmaking import Matchmaker
 from moshpit.sim.signer import SimSigner
 from moshpit.wire.messages import (
     Call,
@@ -43,7 +45,7 @@ from .harness_joins import (
     sent,
     view_of,
 )
-from .harness_matchmaking import MATCHMAKING, ROUND, fields
+from .harness_matchmaking import MATCHMAKING, ROUND, StaticView, fields, record
 
 # --- the host's side ----------------------------------------------------------------------
 
@@ -385,3 +387,29 @@ def test_the_number_of_assemblies_is_bounded() -> None:
     [refusal] = last
     assert isinstance(refusal, JoinRefused)
     assert refusal.reason == "full"
+
+
+def test_a_host_that_knows_of_fewer_peers_than_its_joiner_waits_for_the_news() -> None:
+    view = StaticView(H, [record(peer) for peer in (H, A)])
+    host = Matchmaker(SimSigner(H), view, MATCHMAKING, ROUND, random.Random(0))
+    got(host, A, join(A, planned=3))
+    assert host.seek(KEY, fields(), 0.0) == [], "all that the view has are here; one is missing"
+    assert host.wakeup is not None
+    assert host.wakeup <= MATCHMAKING.call_timeout_s
+
+    view.learn(record(B))
+    assert host.handle(Tick(), 0.01) == [Send(B, Call(KEY))]
+    effects = got(host, B, join(B, planned=3), 0.02)
+    assert {e.peer for e in effects if isinstance(e, Send)} == {A, B}
+    [ready] = [e for e in effects if isinstance(e, GroupReady)]
+    assert sorted(j.peer for j in ready.formed.joins) == sorted((A, B, H))
+
+
+def test_news_that_do_not_come_are_not_waited_for_long() -> None:
+    host = make(H, (H, A))
+    got(host, A, join(A, planned=3))
+    host.seek(KEY, fields(), 0.0)
+    assert host.wakeup is not None
+    assert host.wakeup < MATCHMAKING.call_timeout_s
+    effects = host.handle(Tick(), host.wakeup)
+    assert [len(e.formed.joins) for e in effects if isinstance(e, GroupReady)] == [2]

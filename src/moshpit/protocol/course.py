@@ -29,6 +29,7 @@ class Averaging:
         request: what it began with.
         began: when.
         masses: for each chunk, the mass behind the peer's present value.
+        planned: how many peers this one planned for.
         axis: the grid axis that is under way.
         key: the group that is sought, or was last.
         origin: the group whose mean the peer holds.
@@ -41,6 +42,7 @@ class Averaging:
     request: BeginAveraging
     began: float
     masses: list[float]
+    planned: int = 0
     axis: int = 0
     key: GroupKey = field(default_factory=lambda: GroupKey(0, 0, ()))
     origin: GroupId = NO_GROUP
@@ -60,6 +62,7 @@ class Averaging:
             bandwidth=min(known, default=0.0),
             weighs=any(m > 0 for m in self.masses),
             origin=self.origin,
+            planned=self.planned,
         )
 
     def no_group(self, me: PeerId, reason: str, now: float) -> None:

@@ -8,6 +8,9 @@ Rules:
   being so when it joins, declines, is unreachable, keeps silent, or its time is up.
 - With nobody left to wait for, the group forms in that same call. No timer is involved where
   all come, and none outlives the window.
+- A joiner that planned for more peers than this view has knows something that is still on its
+  way here: the assembly stays open for it, a fraction of what a call may take, and is planned
+  anew as the view grows.
 - Clients cannot be dialled, so they are not called: they are waited for, while the view has
   them alive, as peers that cannot say when they come.
 - Who is host is a matter of views. A join that belongs elsewhere is redirected, unless an
@@ -42,6 +45,7 @@ ASSEMBLIES_MAX = 64  # guess: keys that one peer hosts at once
 CLOSED_MAX = 64  # guess: announcements kept to answer repeated joins
 EPOCHS_AHEAD_MAX = 4  # guess: how far the swarm may be ahead of this host's own epoch
 CALLS_MAX = 3  # a call and two more before a peer counts as silent
+NEWS_SHARE = 0.3  # guess: × call_timeout_s, how long news of more peers may take to come
 RECALL_S = 1.0  # guess: how often a peer that said it comes is asked again
 REDIRECTS_NAMED = 3  # hosts in a redirect
 SPREAD_SMOOTHING = 0.3  # guess: weight of the newest spread in the moving mean
@@ -87,19 +91,29 @@ class Assembly:
     chunks: int
     opened_at: float
     ack_at: float
-    plan: grid.Plan | None
-    expected: tuple[PeerId, ...]
+    plan: grid.Plan | None = None
+    expected: tuple[PeerId, ...] = ()
     """By slot."""
     joins: dict[PeerId, Join] = field(default_factory=dict[PeerId, Join])
     waiting: dict[PeerId, Waiting] = field(default_factory=dict[PeerId, Waiting])
     won_back: dict[PeerId, bool] = field(default_factory=dict[PeerId, bool])
     """Members that went away and were called once more."""
     last_join_at: float = 0.0
+    planned: int = 0
+    """The most peers that a joiner planned for."""
+    informed_at: float = 0.0
+    """When the view is believed, although it has fewer."""
+
+    @property
+    def uninformed(self) -> bool:
+        """Whether a joiner knows of more peers than the plan has."""
+        return self.planned > (self.plan.n if self.plan else 0)
 
     def due(self) -> float:
         """When the next thing happens without a message."""
         times = (min(waiting.until, waiting.call_at) for waiting in self.waiting.values())
-        return min(self.ack_at, min(times, default=self.ack_at))
+        informed_at = self.informed_at if self.uninformed else self.ack_at
+        return min(self.ack_at, informed_at, min(times, default=self.ack_at))
 
 
 class Hosting:
@@ -172,6 +186,7 @@ class Hosting:
         if known is None:
             assembly.last_join_at = now
         assembly.joins[sender] = join
+        assembly.planned = max(assembly.planned, join.planned)
         assembly.waiting.pop(sender, None)
         if len(assembly.joins) >= self._config.group_size_limit:
             assembly.waiting.clear()
@@ -249,6 +264,8 @@ class Hosting:
         effects: list[Effect] = []
         for assembly in list(self._assemblies.values()):
             if changed:
+                if assembly.uninformed:
+                    self._plan(assembly, now)
                 for peer in [p for p in assembly.waiting if not self._may_come(p)]:
                     del assembly.waiting[peer]
                 for peer in [p for p in assembly.joins if self._died(p)]:
@@ -330,21 +347,30 @@ class Hosting:
 
     def _open(self, join: Join, now: float) -> Assembly:
         key = join.key
-        plan, peers = self._ranked(key.epoch, join.schema) or (None, [])
-        ranks: Sequence[int] = plan.members(key.axis, key.path) if plan else ()
         assembly = Assembly(
             key=key,
             schema=join.schema,
             chunks=join.vector_chunks,
             opened_at=now,
             ack_at=now + self._config.join_timeout_s / 3,
-            plan=plan,
-            expected=tuple(peers[rank] for rank in ranks),
+            informed_at=now + self._config.call_timeout_s * NEWS_SHARE,
         )
-        for peer in assembly.expected:
-            self._wait_for(assembly, peer, now)
+        self._plan(assembly, now)
         self._assemblies[key] = assembly
         return assembly
+
+    def _plan(self, assembly: Assembly, now: float) -> None:
+        """See who is expected, and wait for those that were not before."""
+        key, before = assembly.key, assembly.expected
+        plan, peers = self._ranked(key.epoch, assembly.schema) or (None, [])
+        ranks: Sequence[int] = plan.members(key.axis, key.path) if plan else ()
+        assembly.plan = plan
+        assembly.expected = tuple(peers[rank] for rank in ranks)
+        for peer in [p for p in assembly.waiting if p not in assembly.expected]:
+            del assembly.waiting[peer]
+        for peer in assembly.expected:
+            if peer not in before and peer not in assembly.joins:
+                self._wait_for(assembly, peer, now)
 
     def _wait_for(self, assembly: Assembly, peer: PeerId, now: float) -> None:
         """Wait for an expected peer, if it can be hoped for; call it if it can be called."""
@@ -369,7 +395,7 @@ class Hosting:
                 waiting.calls += 1
                 waiting.call_at = now + self._config.call_timeout_s / 2
                 effects.append(Send(peer, Call(assembly.key)))
-        if not assembly.waiting:
+        if not assembly.waiting and not (assembly.uninformed and now < assembly.informed_at):
             return effects + self._close(assembly)
         if now >= assembly.ack_at:
             assembly.ack_at = now + self._config.join_timeout_s / 3

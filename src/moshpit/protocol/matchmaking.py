@@ -68,6 +68,7 @@ class JoinFields(msgspec.Struct, frozen=True):
         schema: hash of what it averages, not empty.
         vector_chunks: chunks of its vector.
         vector_bytes: bytes of its vector; 0 is unknown.
+        planned: how many peers its plan is for; 0 is unknown.
         bandwidth: min(up, down) in bytes per second; 0 is unknown.
         weighs: whether its value has mass.
         origin: the group whose mean it brings, empty on the first axis.
@@ -80,6 +81,7 @@ class JoinFields(msgspec.Struct, frozen=True):
     bandwidth: float
     weighs: bool
     origin: bytes
+    planned: int = 0
 
 
 @dataclass(slots=True)
@@ -274,6 +276,7 @@ class Matchmaker:
                 origin=fields.origin,
                 vector_bytes=fields.vector_bytes,
                 insist=insist,
+                planned=fields.planned,
             )
         )
         seek.host = host

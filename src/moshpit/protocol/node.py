@@ -297,6 +297,7 @@ class Node:
         weight = 0.0 if stale and not request.always_weighs else request.weight
         self._averaging = Averaging(request, now, [weight] * request.chunks)
         peers = [p for p in self.view.live if self._meets(p, request.schema)]
+        self._averaging.planned = len(peers)
         if len(peers) == 1:
             self._end(effects, now)
             return
@@ -416,6 +417,7 @@ class Node:
             self._generation = self.view.generation
             self._tell_losses(effects, now)
             self._adopt_schema(effects, now)
+            self._absorb(self._matchmaker.handle(Tick(), now), effects, now)
             self._name_misfits(effects)
         if self._averaging is None:
             self._follow(effects, now)

@@ -184,6 +184,8 @@ class Join(Message, frozen=True, tag=10):
     """Bytes of the whole vector, for the round's deadline; 0 is unknown."""
     insist: bool = False
     """I was redirected here before and cannot do better: take me even if you are not the host."""
+    planned: int = 0
+    """How many peers this one planned for. A host that knows of fewer has news to wait for."""
 
 
 class JoinAck(Message, frozen=True, tag=11):
