@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
@@ -92,7 +93,13 @@ def run(
     scenario = scenario.with_peers(peers)
     began = time.perf_counter()
     world = World(scenario, seed, log)
-    world.run()
+    collects = gc.isenabled()
+    gc.disable()  # a thousand views of a thousand records: walking them costs an eighth of the time
+    try:
+        world.run()
+    finally:
+        if collects:
+            gc.enable()
     end = world.schedule.now
     lives = [(p.died if p.died is not None else end) - p.born for p in world.processes]
     life_s = max(sum(lives), 1e-9)
