@@ -112,7 +112,8 @@ class Assembly:
     def due(self) -> float:
         """When the next thing happens without a message."""
         times = (min(waiting.until, waiting.call_at) for waiting in self.waiting.values())
-        informed_at = self.informed_at if self.uninformed else self.ack_at
+        # While members are waited for, their times count, and this one may lie in the past.
+        informed_at = self.informed_at if self.uninformed and not self.waiting else self.ack_at
         return min(self.ack_at, informed_at, min(times, default=self.ack_at))
 
 
