@@ -37,6 +37,7 @@ from moshpit.protocol.machine import (
     Send,
     SendContribution,
     SendResult,
+    Silent,
     TakeResult,
     Tick,
 )
@@ -392,6 +393,8 @@ class World:
                 process.report, process.ended_at = report, self.now - process.skew
             case CloseRound():
                 process.closed_at = self.now - process.skew
+            case Silent():
+                pass  # for membership, which is not in this world
             case _:
                 raise AssertionError(f"unexpected {effect}")
 

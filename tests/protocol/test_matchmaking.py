@@ -18,6 +18,7 @@ from moshpit.protocol.machine import (
     LinkDown,
     SeekFailed,
     Send,
+    Silent,
     Tick,
 )
 from moshpit.protocol.matchmaking import JoinFields, Matchmaker
@@ -89,6 +90,7 @@ def test_a_silent_host_is_passed_over() -> None:
     assert member.handle(Tick(), 1.0) == []
     assert member.handle(Tick(), 1.5) == [
         Emit(Notice("host-passed-over", H, "silent")),
+        Silent(H),
         Send(H, Unjoin(KEY)),
         Send(A, join(B, 2)),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -79,12 +80,12 @@ class RealPeer:
     def end(self) -> int:
         """Ask it to leave; kill it if it does not."""
         assert self.process.stdin is not None
-        if self.process.poll() is None:
-            try:
-                self.process.stdin.close()
-                self.process.wait(15)
-            except (OSError, subprocess.TimeoutExpired):
-                self.process.kill()
+        with contextlib.suppress(OSError):  # what was written to a dead peer is not missed
+            self.process.stdin.close()
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
         code = self.process.wait()
         self._reader.join()
         assert self.process.stdout is not None
@@ -97,8 +98,8 @@ class RealSwarm:
 
     def __init__(self, numel: int, *args: str) -> None:
         self.port = free_port()
-        address = Address("127.0.0.1", self.port)
-        self.ticket = RunKey.generate().invite().ticket((address,)).encode()
+        self._invite = RunKey.generate().invite()
+        self.ticket = self._invite.ticket((Address("127.0.0.1", self.port),)).encode()
         self.numel = numel
         self.args = args
         self.peers: list[RealPeer] = []
@@ -122,6 +123,17 @@ class RealSwarm:
             peer.tell("wait", peers=len(peers))
         for peer in peers:
             peer.expect("ready")
+
+    def replace(self, victim: RealPeer) -> None:
+        """A new process takes a dead one's place; its ticket names those that live."""
+        victim.end()
+        self.peers.remove(victim)
+        addresses = tuple(Address.parse(a) for p in self.peers for a in p.addresses)
+        ticket = self._invite.ticket(addresses).encode()
+        fresh = RealPeer(ticket, victim.number, self.numel, *self.args)
+        self.peers.append(fresh)
+        fresh.joined()
+        self.meet(self.peers)
 
     def numbers(self, peers: list[RealPeer]) -> dict[str, int]:
         return {p.name: p.number for p in peers}

@@ -34,6 +34,7 @@ from moshpit.protocol.machine import (
     RoundEnded,
     SendContribution,
     Signer,
+    Silent,
     TakeResult,
     Tick,
 )
@@ -408,6 +409,7 @@ class AllReduce:
         for seat in seating.seats(listeners):
             if now - seating.heard[seat] > config.stall_s:
                 self._lose(seat, "silent", f"for {now - seating.heard[seat]:.2f} s", now)
+                self._round.out.append(Silent(seating.peers[seat]))
         for seat in seating.seats(listeners & seating.alive):
             self._beat(seat)
         if not self.ended:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from moshpit.config import MatchmakingConfig, RoundConfig
 from moshpit.events import Notice
 from moshpit.protocol import announcement, grid
-from moshpit.protocol.machine import Effect, Emit, Rng, Send, Signer, View
+from moshpit.protocol.machine import Effect, Emit, Rng, Send, Signer, Silent, View
 from moshpit.types import PeerId, short
 from moshpit.wire.messages import (
     Call,
@@ -392,6 +392,8 @@ class Hosting:
         for peer, waiting in list(assembly.waiting.items()):
             if now >= waiting.until or (waiting.calls >= CALLS_MAX and now >= waiting.call_at):
                 del assembly.waiting[peer]
+                if waiting.calls >= CALLS_MAX or (waiting.calls > 0 and not waiting.answered):
+                    effects.append(Silent(peer))
             elif now >= waiting.call_at:
                 waiting.calls += 1
                 waiting.call_at = now + self._config.call_timeout_s / 2

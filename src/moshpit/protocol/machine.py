@@ -179,6 +179,15 @@ class SeekFailed(_Data, frozen=True):
     """The epoch that the swarm is at, as far as the refuser knew."""
 
 
+class Silent(_Data, frozen=True):
+    """A peer owes an answer and does not give it (to the node; the driver ignores it).
+
+    Until it is heard again nobody here waits for it.
+    """
+
+    peer: PeerId
+
+
 class SendContribution(_Data, frozen=True):
     """Send the round's local value of a chunk to the peer that reduces it.
 
@@ -283,7 +292,7 @@ class AveragingEnded(_Data, frozen=True):
 
 
 Effect = (
-    Send | Emit | GroupReady | SeekFailed | SendContribution | Accumulate | AccumulateOwn
+    Send | Emit | GroupReady | SeekFailed | Silent | SendContribution | Accumulate | AccumulateOwn
     | ResetSum | Finalize | SendResult | TakeResult | CancelSends | RoundEnded | CloseRound
     | AveragingDue | AveragingEnded
 )  # fmt: skip

@@ -36,6 +36,7 @@ from moshpit.protocol.machine import (
     SeekFailed,
     Send,
     Signer,
+    Silent,
     Tick,
     View,
 )
@@ -320,6 +321,8 @@ class Matchmaker:
         if seek.host is not None:
             seek.passed[seek.host] = reason
             effects.append(Emit(Notice("host-passed-over", seek.host, reason)))
+            if reason == "silent":
+                effects.append(Silent(seek.host))
             if reason in ("silent", "holds", "bad-group"):
                 effects.append(Send(seek.host, Unjoin(seek.key)))
         return effects + self._join_next(seek, now)

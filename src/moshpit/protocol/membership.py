@@ -143,6 +143,16 @@ class Membership:
             if self._roster.out:
                 self._wakeup = now
 
+    def silent(self, peer: PeerId, now: float) -> list[Effect]:
+        """Take a part's word that a peer owes it an answer: not reachable until it is heard."""
+        entry = self.view.entries.get(peer)
+        if self._left or entry is None or peer == self._me or entry.cut:
+            return []
+        self.view.cut(entry, True)
+        if entry.status.live:
+            self._probe(entry, now)
+        return self._end(now)
+
     def publish(self, now: float, **fields: Any) -> list[Effect]:
         """Change fields of the own record; what is not mere progress is pushed at once.
 

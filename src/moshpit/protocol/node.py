@@ -45,6 +45,7 @@ from moshpit.protocol.machine import (
     SeekFailed,
     Send,
     Signer,
+    Silent,
     Tick,
     View,
 )
@@ -275,6 +276,9 @@ class Node:
         for effect in new:
             if isinstance(effect, SeekFailed):
                 self._seek_failed(effect, effects, now)
+                continue
+            if isinstance(effect, Silent):
+                effects += self._membership.silent(effect.peer, now)
                 continue
             effects.append(effect)
             if isinstance(effect, GroupReady):

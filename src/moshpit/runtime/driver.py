@@ -45,6 +45,7 @@ from moshpit.protocol.machine import (
     SendContribution,
     SendResult,
     Signer,
+    Silent,
     TakeResult,
     Tick,
     View,
@@ -349,7 +350,7 @@ class Driver:
                 self._averaging_due(epoch)
             case AveragingEnded(report=report):
                 self._averaging_ended(report)
-            case SeekFailed():
+            case SeekFailed() | Silent():
                 pass  # the node has acted on it
             case _:
                 raise AssertionError(f"effect without a driver: {effect}")
