@@ -12,9 +12,9 @@ import typer
 from moshpit.cli import output
 from moshpit.errors import ConfigError
 
-EPOCHS = 48
-SAMPLES_PER_EPOCH = 512
-BATCH_SIZE = 16
+EPOCHS = 20
+SAMPLES_PER_EPOCH = 1024
+BATCH_SIZE = 32
 PEERS_MAX = 16
 
 
