@@ -246,7 +246,11 @@ class Swarm:
             or self._samples_due
         ):
             self._reported = (now, samples)
-            self._thread.post(self._driver.report_progress, samples, rate, step_s)
+            # Between two reports the network assumes the rate to hold, for a step's length; so
+            # that skipped reports do not look like a pause, a step lasts as long as they may.
+            skipped_s = REPORT_SHARE * self._target / rate if rate > 0 else 0.0
+            lasting_s = max(step_s, min(REPORT_INTERVAL_S, skipped_s + step_s))
+            self._thread.post(self._driver.report_progress, samples, rate, lasting_s)
 
     def begin_averaging(self, vector: torch.Tensor, weight: float) -> Averaging:
         """Average a snapshot while training goes on. One at a time.
