@@ -14,7 +14,6 @@ import moshpit
 from moshpit.errors import ClosedError
 from moshpit.identity.tickets import RunKey
 from moshpit.types import Address
-
 from tests.real.harness import free_port
 
 

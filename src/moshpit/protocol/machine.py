@@ -129,7 +129,7 @@ class BeginAveraging(_Data, frozen=True):
     chunks: int
     vector_bytes: int
     due_epoch: int | None = None
-    """The epoch that the snapshot is of; if the swarm has gone on, it is stale. None: the current one."""
+    """The epoch that the snapshot is of: stale if the swarm has gone on. None: the current one."""
     always_weighs: bool = False
     """The value counts even if this peer missed epochs (averaging without training)."""
 

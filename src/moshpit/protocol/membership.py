@@ -86,12 +86,7 @@ class Membership:
     """
 
     def __init__(
-        self,
-        signer: Signer,
-        record: PeerRecord,
-        config: MembershipConfig,
-        rng: Rng,
-        now: float,
+        self, signer: Signer, record: PeerRecord, config: MembershipConfig, rng: Rng, now: float
     ) -> None:
         self._roster = Roster(signer, record, config, now)
         self.view: Final[LiveView] = self._roster.view
