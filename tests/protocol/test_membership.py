@@ -418,6 +418,30 @@ def test_a_client_publishes_the_dialable_peers_it_has_links_with() -> None:
     assert made.view.me.via == (C, peer_id(4))
 
 
+def test_a_client_publishes_a_peer_whose_record_came_after_the_link() -> None:
+    made = machine(0, role="client", addresses=())
+    made.handle(LinkUp(A), 0.0)
+    made.handle(Received(A, News(Gossip((signed(record_of(1)),)))), 0.1)
+    tick(made)
+    assert made.view.me.via == (A,)
+
+
+def test_a_lost_client_that_nobody_else_is_known_to_reach_is_suspected() -> None:
+    made = knowing(1, 2)
+    client = signed(record_of(3, role="client", addresses=(), via=()))
+    made.handle(LinkUp(C), 1.0)
+    made.handle(Received(C, News(Gossip((client,)))), 1.0)
+    made.handle(LinkDown(C, False, "gone"), 2.0)
+    assert made.view.status(C) is Status.SUSPECT
+    now = 2.0
+    while now < 20.0 and made.view.status(C) is not Status.DEAD:
+        now, effects = tick(made)
+        for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, Ping):
+                made.handle(Received(effect.peer, Ack(effect.message.seq)), now)
+    assert made.view.status(C) is Status.DEAD
+
+
 def test_own_failures_make_a_peer_patient() -> None:
     made = knowing(1)
     waits: list[float] = []

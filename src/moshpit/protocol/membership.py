@@ -199,6 +199,7 @@ class Membership:
         if now >= self._probe_at:
             self._probe_at = now + self._config.probe_interval_s
             self._intervals += 1
+            self._roster.update_via(self._linked, now)
             self._probe_next(now)
         if now >= self._exchange_at:
             self._exchange_at = now + self._config.exchange_interval_s * (0.5 + self._rng.random())
@@ -402,8 +403,9 @@ class Membership:
         accusers = [a for a in entry.accusers if a != self._me]
         if refused and entry.status is Status.SUSPECT and accusers:
             self._roster.declare_dead(entry, self._me, now)
-        else:
-            self._probe(entry, now, lost=True, refused=refused)
+        elif not self._probe(entry, now, lost=True, refused=refused):
+            # A client that nobody else is known to reach; if it lives, it will say so.
+            self._roster.suspect(entry, self._me, now, first_hand=True)
 
     # --- probes ---------------------------------------------------------------------------
 

@@ -335,7 +335,10 @@ class Roster:
         return True
 
     def update_via(self, linked: Iterable[PeerId], now: float) -> None:
-        """A client tells through whom it can be probed."""
+        """A client tells through whom it can be probed.
+
+        Called now and then: the record that says so may come later than the link.
+        """
         me = self.view.me
         if me.role != Role.CLIENT:
             return
