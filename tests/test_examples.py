@@ -33,7 +33,11 @@ def start(tmp_path):
     running = []
 
     def run(*args):
-        environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / str(len(running)))}
+        environment = {
+            **os.environ,
+            "XDG_STATE_HOME": str(tmp_path / str(len(running))),
+            "OMP_NUM_THREADS": "1",  # more would wait for each other on a busy machine
+        }
         environment.pop("MOSHPIT_TICKET", None)
         process = subprocess.Popen(
             [sys.executable, *args],

@@ -30,7 +30,7 @@ from moshpit.cli.demo_model import (
 from moshpit.types import short
 
 JOIN_TIMEOUT_S = 60.0
-_STEPS_PER_REPORT = 20
+_STEPS_PER_REPORT = 8
 _ORPHANED = 3
 
 
