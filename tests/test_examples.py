@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -95,4 +96,7 @@ def test_averaging_only(start, port):
         ("--peers", "2", "1", "2", "3"),
         ("--peers", "2", "--weight", "3", "5", "6", "7"),
     )
-    assert all("complete: [4.0, 5.0, 6.0]" in text for text in said), "\n".join(said)
+    for text in said:
+        outcome, mean = re.search(r"^(\w+): (\[.*\])$", text, re.M).groups()
+        assert outcome == "complete", text
+        assert json.loads(mean) == pytest.approx([4.0, 5.0, 6.0], rel=1e-6)
