@@ -52,6 +52,8 @@ class Relay:
         self.host = host
         self.target = target
         self.tap: Tap = lambda first, inward, data: data
+        self.control = asyncio.Event()  # cleared: control connections are held up
+        self.control.set()
         self.pairs: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -69,9 +71,10 @@ class Relay:
         self.pairs.append((writer, outward))
         first = await reader.read(1 << 18)
         outward.write(self.tap(first, True, first))
+        gate = self.control if first.startswith(b"\x16") else None
         await asyncio.gather(
-            _pump(reader, outward, lambda data: self.tap(first, True, data)),
-            _pump(inward, writer, lambda data: self.tap(first, False, data)),
+            _pump(reader, outward, lambda data: self.tap(first, True, data), gate),
+            _pump(inward, writer, lambda data: self.tap(first, False, data), gate),
         )
 
     def cut(self) -> None:
@@ -88,10 +91,15 @@ class Relay:
 
 
 async def _pump(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tap: Callable[[bytes], bytes]
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    tap: Callable[[bytes], bytes],
+    gate: asyncio.Event | None,
 ) -> None:
     with contextlib.suppress(OSError):
         while data := await reader.read(1 << 18):
+            if gate is not None:
+                await gate.wait()
             writer.write(tap(data))
             await writer.drain()
     writer.close()

@@ -183,6 +183,35 @@ async def feed_and_wait(one: Party, other: Party, count: int) -> None:
     await other.heard.until(lambda: len(other.heard.chunks) == count, "a chunk")
 
 
+@pytest.mark.parametrize("leaves", ["dialler", "dialled"])
+def test_the_bulk_end_of_a_peer_that_leaves_is_no_loss(leaves: str) -> None:
+    """The end of the bulk connection overtakes the farewell that explains it."""
+
+    async def work() -> None:
+        bench = TcpBench()
+        one, other = await dialler_first(bench)
+        await feed_and_wait(one, other, 1)
+        leaver, stays = (one, other) if leaves == "dialler" else (other, one)
+        pair = stays.transport.state_of(leaver.peer).pair
+        for relay in bench.relays.values():
+            relay.control.clear()
+        leaving = asyncio.create_task(leaver.transport.close())
+        async with asyncio.timeout(5):
+            while pair.active:
+                await asyncio.sleep(0.001)
+        assert not stays.heard.notices
+        assert not stays.heard.lost
+        for relay in bench.relays.values():
+            relay.control.set()
+        await stays.heard.until(lambda: bool(stays.heard.lost), "the farewell")
+        await leaving
+        assert stays.heard.lost[0][:2] == (leaver.peer, True)
+        assert not stays.heard.notices
+        await bench.close()
+
+    run(work)
+
+
 def test_a_stolen_token_opens_nothing() -> None:
     async def work() -> None:
         bench = TcpBench()

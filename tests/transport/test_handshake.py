@@ -200,6 +200,60 @@ def test_a_restarted_peer_replaces_its_silent_connection() -> None:
     run(work)
 
 
+def test_dials_that_nobody_needs_are_no_fault() -> None:
+    """Who is connected already, or only looks, leaves a handshake without a complaint."""
+
+    async def work() -> None:
+        bench = TcpBench()
+        server, dialer = await peer_of(bench), await peer_of(bench)
+        where = server.transport.addresses[0]
+        await dialer.transport.reach(where, server.peer)
+        assert not dialer.heard.links
+        assert await dialer.transport.dial(where) == server.peer
+        assert await dialer.transport.dial(where) == server.peer
+        await dialer.transport.reach(where, server.peer)
+        await server.heard.until(lambda: bool(server.heard.links), "the link")
+        await dialer.transport.close()  # waits until the server has closed all its ends
+        await server.heard.until(lambda: bool(server.heard.lost), "the end")
+        assert len(server.heard.links) == 1
+        assert not server.heard.notices
+        await bench.close()
+
+    run(work)
+
+
+def test_a_dial_that_is_given_up_says_so() -> None:
+    async def work() -> None:
+        bench = TcpBench()
+        dialer = await peer_of(bench)
+        key = PeerKey.generate()
+        heard: list[bytes] = []
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            frames = Frames(reader, writer)
+            heard.append(await frames.read())  # the dialer's hello, which is not answered
+            dial.cancel()
+            heard.append(await frames.read())
+            await frames.close()
+            done.set()
+
+        done = asyncio.Event()
+        tls = server_tls(key.private).context
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
+        where = Address("127.0.0.1", server.sockets[0].getsockname()[1])
+        dial = asyncio.create_task(dialer.transport.dial(where, key.peer))
+        async with asyncio.timeout(5):
+            await done.wait()
+        with pytest.raises(asyncio.CancelledError):
+            await dial
+        assert msgspec.msgpack.decode(heard[1])[:2] == [2, "withdrawn"]
+        server.close()
+        await server.wait_closed()
+        await bench.close()
+
+    run(work)
+
+
 # --- in the middle --------------------------------------------------------------------------
 
 

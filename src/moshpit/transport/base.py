@@ -115,6 +115,16 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    async def reach(self, address: Address, expect: PeerId) -> None:
+        """See that a peer answers at an address with its key, even if it is connected already.
+
+        No connection is kept, and none that exists is touched; nobody is told of a new one.
+
+        Raises:
+            As `dial`.
+        """
+
+    @abstractmethod
     def send(self, peer: PeerId, message: Message) -> None:
         """Queue a message; dials if there is no link.
 
@@ -137,6 +147,13 @@ class Transport(ABC):
     @abstractmethod
     def connected(self, peer: PeerId) -> bool:
         """Whether a proved control connection exists."""
+
+    @abstractmethod
+    def remote(self, peer: PeerId) -> Address | None:
+        """Return the far end of the control connection to a peer; None if there is none.
+
+        Of a peer that dialled, the port is not one at which it listens.
+        """
 
     @abstractmethod
     def stats(self, peer: PeerId) -> LinkStats:

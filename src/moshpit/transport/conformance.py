@@ -161,7 +161,7 @@ def _numbers(party: Party, sender: Party) -> list[int]:
     return [m.seq for p, m in party.heard.messages if p == sender.peer and isinstance(m, Ping)]
 
 
-async def _fails(dial: Awaitable[PeerId], kind: type[RemoteError], reason: str) -> None:
+async def _fails(dial: Awaitable[object], kind: type[RemoteError], reason: str) -> None:
     try:
         got = await dial
     except kind as error:
@@ -363,6 +363,7 @@ async def dials_that_cross(bench: Bench) -> None:
                 assert _numbers(one, other) == [0, 1, 2]
                 assert [p for p, _ in one.heard.links].count(other.peer) == 1
         assert not one.heard.lost
+        assert not one.heard.notices
 
 
 async def bulk_that_crosses(bench: Bench) -> None:
@@ -416,18 +417,23 @@ async def dialling_by_address(bench: Bench) -> None:
     """`dial` says who is there, refuses somebody else, and refuses itself."""
     one, other = await bench.party(), await bench.party()
     where = one.heard.book[other.peer][0]
-    for expect, at, reason in (
-        (PeerId(bytes(32)), where, "swapped-certificate"),
-        (one.peer, where, "self-dial"),
-        (None, one.heard.book[one.peer][0], "self-dial"),
-    ):
-        await _fails(one.transport.dial(at, expect), HandshakeError, reason)
+    at = one.heard.book[one.peer][0]
+    nobody = PeerId(bytes(32))
+    await _fails(one.transport.dial(where, nobody), HandshakeError, "swapped-certificate")
+    await _fails(one.transport.reach(where, nobody), HandshakeError, "swapped-certificate")
+    await _fails(one.transport.dial(where, one.peer), HandshakeError, "self-dial")
+    await _fails(one.transport.dial(at), HandshakeError, "self-dial")
+    await one.transport.reach(where, other.peer)
     assert not one.heard.links
     assert await one.transport.dial(where) == other.peer
     assert await one.transport.dial(where, other.peer) == other.peer
     both = await asyncio.gather(one.transport.dial(where), other.transport.dial(at))
     assert both == [other.peer, one.peer]
     assert len(one.heard.links) == 1
+    await other.heard.until(lambda: bool(other.heard.links), "the link, other side")
+    assert getattr(one.transport.remote(other.peer), "host", "") == where.host
+    assert getattr(other.transport.remote(one.peer), "host", "") == where.host
+    assert one.transport.remote(nobody) is None
 
 
 async def full_control_queue(bench: Bench) -> None:
@@ -454,6 +460,7 @@ async def closing(bench: Bench) -> None:
     await other.heard.until(lambda: bool(other.heard.lost), "the loss")
     assert _numbers(other, one) == list(range(100))
     assert other.heard.lost[0][:2] == (one.peer, True)
+    assert not other.heard.notices
     assert not one.heard.lost
     one.transport.send(other.peer, Ping(1))
     header, payload = make_chunk(1, 10)

@@ -10,7 +10,7 @@ import asyncio
 from typing import Final, Protocol, cast, final
 
 from moshpit.errors import HandshakeError, WireError
-from moshpit.types import PeerId
+from moshpit.types import Address, PeerId
 from moshpit.wire.framing import LENGTH
 
 UNREAD_BYTES_MAX: Final = 256 * 1024  # guess: what may wait while the handshake is finished
@@ -39,6 +39,8 @@ class ControlLink(asyncio.Protocol):
     Attributes:
         where: the other side, as logs call it; the address until the peer is known.
         proved: whose key the other side has proved to hold, so that blame can name it.
+        proof_sent: whether this side has dialled and sent its proof: what follows it must be
+            messages, since the other side may have opened the link by it.
         closed: done when the connection is gone.
         bytes_in, bytes_out: bytes of frames since `open`.
     """
@@ -46,6 +48,7 @@ class ControlLink(asyncio.Protocol):
     def __init__(self, where: str, handshake_bytes_max: int, frame_bytes_max: int) -> None:
         self.where = where
         self.proved: PeerId | None = None
+        self.proof_sent = False
         self.bytes_in = 0
         self.bytes_out = 0
         self._loop = asyncio.get_running_loop()
@@ -101,6 +104,12 @@ class ControlLink(asyncio.Protocol):
     def certificate(self) -> bytes:
         """Return the DER bytes of the certificate that the other side showed."""
         return self._connected().get_extra_info("ssl_object").getpeercert(True) or b""
+
+    @property
+    def remote(self) -> Address | None:
+        """The socket's far end; None if it is gone."""
+        where = self._connected().get_extra_info("peername")
+        return Address(where[0], where[1]) if where else None
 
     async def read_frame(self) -> bytes:
         """Wait for one frame of the handshake.

@@ -16,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Final, Protocol, final
 
 from moshpit.config import TransportConfig
@@ -23,7 +25,7 @@ from moshpit.errors import HandshakeError, RemoteError, UnreachableError
 from moshpit.identity.certificates import client_tls
 from moshpit.transport import handshake
 from moshpit.transport.control import ControlLink
-from moshpit.transport.handshake import CrossedError, Greeting, Proved
+from moshpit.transport.handshake import CrossedError, Greeting, Proved, WithdrawnError
 from moshpit.transport.notices import NoticeLimiter
 from moshpit.transport.pair import connect_any
 from moshpit.transport.port import tune
@@ -88,6 +90,23 @@ class Doors:
 
     async def connect(self, address: Address, expect: PeerId | None) -> PeerId:
         """Dial an address and prove both sides; returns who is there, connected."""
+        async with self._dialled(address, expect) as (link, greeting):
+            return await self._prove(link, greeting, address)
+
+    async def reach(self, address: Address, expect: PeerId) -> None:
+        """Dial an address, see that ``expect`` answers there with its key, and leave."""
+        async with self._dialled(address, expect) as (link, _):
+            handshake.withdraw(link, "it only wanted to see who answers")
+
+    @asynccontextmanager
+    async def _dialled(
+        self, address: Address, expect: PeerId | None
+    ) -> AsyncGenerator[tuple[ControlLink, Greeting]]:
+        """Give a link to the server at an address, which has shown whose it is.
+
+        Whatever goes wrong, also in the block, comes out as the errors of `Transport.dial`; a
+        link that is nobody's at the end is closed.
+        """
         if expect == self._me.key.peer:
             raise HandshakeError(str(address), "self-dial", "a peer cannot dial itself")
         try:
@@ -109,12 +128,16 @@ class Doors:
                 greeting = await handshake.greet_server(link, self._me, expect)
                 if greeting.peer == self._me.key.peer:
                     raise self._myself(str(address), greeting.instance)
-                return await self._prove(link, greeting, address)
+                yield link, greeting
         except TimeoutError as error:
             detail = f"no answer within {self._config.handshake_timeout_s} s"
             raise HandshakeError(where, "handshake-timeout", detail) from error
         except OSError as error:
             raise HandshakeError(where, "handshake-broken", str(error)) from error
+        except asyncio.CancelledError:
+            if link in self.links and not link.proof_sent:
+                handshake.withdraw(link, "it gave this dial up")
+            raise
         finally:
             if self._host.owner(link) is None:
                 link.close()  # the loop owns the socket, also where TLS did not come up
@@ -125,9 +148,11 @@ class Doors:
         while state.proving:
             await state.changed()
         if state.link is not None and state.link.alive:
+            handshake.withdraw(link, "the two are connected otherwise meanwhile")
             return state.peer
         self._attempts += 1
         state.proving = greeting.instance
+        link.proof_sent = True
         try:
             proved = await handshake.prove_to_server(link, self._me, greeting, self._attempts)
         except CrossedError:
@@ -167,8 +192,8 @@ class Doors:
                 raise refusal
             handshake.prove_to_dialer(link, self._me, greeting, proved.peer, self._attempts)
             self._host.establish(self._host.state_of(proved.peer), link, proved, None)
-        except CrossedError:
-            return  # no fault: this peer's own dial stays
+        except (CrossedError, WithdrawnError):
+            return  # no fault: this peer's own dial stays, or the dialer needs none any more
         except RemoteError as error:
             self._notices.tell(error.reason, link.proved, str(error))
         finally:

@@ -46,7 +46,7 @@ COUNT_MAX: Final = 1 << 62
 REASONS: Final = (
     *("other-version", "other-run", "not-admitted", "expired", "bad-signature"),
     *("swapped-certificate", "duplicate-key", "self-dial", "plaintext-mismatch", "crossed"),
-    *("full", "closing", "undecodable", "oversized", "not-moshpit"),
+    *("withdrawn", "full", "closing", "undecodable", "oversized", "not-moshpit"),
 )
 
 # Reasons that are about the admission; all others are about the handshake itself.
@@ -55,6 +55,10 @@ _ADMISSION_REASONS: Final = ("not-admitted", "expired")
 
 class CrossedError(HandshakeError):
     """Both peers dialled at once, and the other connection is the one that stays."""
+
+
+class WithdrawnError(HandshakeError):
+    """The dialer does not need this connection after all; nobody did anything wrong."""
 
 
 class _Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -231,6 +235,11 @@ def reject(link: ControlLink, reason: str, detail: str) -> None:
     link.write_frame(_encode(_Reject(reason, detail[:DETAIL_MAX])))
 
 
+def withdraw(link: ControlLink, detail: str) -> None:
+    """End a dial of this side in good order. Not after the proof: nobody reads it then."""
+    reject(link, "withdrawn", detail)
+
+
 # --- the dialer's side --------------------------------------------------------------------
 
 
@@ -295,6 +304,8 @@ def _refusal(told: _Reject, where: str) -> RemoteError:
     detail = f"it refused this peer: {told.detail[:DETAIL_MAX]}"
     if reason == "crossed":
         return CrossedError(where, reason, detail)
+    if reason == "withdrawn":
+        return WithdrawnError(where, reason, detail)
     if reason in _ADMISSION_REASONS:
         return AdmissionError(where, reason, detail)
     return HandshakeError(where, reason, detail)

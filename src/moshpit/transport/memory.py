@@ -22,6 +22,7 @@ from moshpit.wire.framing import HEADER_BYTES, LENGTH, ChunkHeader, decode_messa
 from moshpit.wire.messages import Admission, Message
 
 FIRST_PORT: Final = 1
+HOST: Final = "memory"
 
 
 @final
@@ -35,7 +36,7 @@ class Exchange:
 
     def new_address(self) -> Address:
         """Return an address that nobody has had yet."""
-        address = Address("memory", self._next_port)
+        address = Address(HOST, self._next_port)
         self._next_port += 1
         return address
 
@@ -138,9 +139,21 @@ class MemoryTransport(Transport):
         """See `Transport.dial`."""
         if self._closing:
             raise ClosedError("the transport is closed")
+        await asyncio.sleep(0)
+        other = self._look(address, expect)
+        self._join(other)
+        return other.peer
+
+    async def reach(self, address: Address, expect: PeerId) -> None:
+        """See `Transport.reach`."""
+        if self._closing:
+            raise ClosedError("the transport is closed")
+        await asyncio.sleep(0)
+        self._look(address, expect)
+
+    def _look(self, address: Address, expect: PeerId | None) -> MemoryTransport:
         if expect == self.peer or address in self.addresses:
             raise HandshakeError(str(address), "self-dial", "a peer cannot dial itself")
-        await asyncio.sleep(0)
         other = self._exchange.find(address)
         if other is None:
             raise UnreachableError(str(address), "refused", "nobody listens there")
@@ -148,8 +161,7 @@ class MemoryTransport(Transport):
             raise HandshakeError(
                 str(address), "swapped-certificate", f"{short(other.peer)} is there"
             )
-        self._join(other)
-        return other.peer
+        return other
 
     def send(self, peer: PeerId, message: Message) -> None:
         """See `Transport.send`."""
@@ -194,6 +206,10 @@ class MemoryTransport(Transport):
         """See `Transport.connected`."""
         end = self._ends.get(peer)
         return end is not None and end.other is not None
+
+    def remote(self, peer: PeerId) -> Address | None:
+        """See `Transport.remote`; everybody is at one host here, and ports are made up."""
+        return Address(HOST, 0) if self.connected(peer) else None
 
     def stats(self, peer: PeerId) -> LinkStats:
         """See `Transport.stats`."""

@@ -3,6 +3,10 @@
 One of the two dials: the one that can; where both can, the lower id. The other asks for it over
 control (`BulkAsk`). A dialer that cannot get through asks the other to try (``reversed``). So
 two peers never open connections against each other, and each new one replaces the old.
+
+A peer that leaves says so over control and then closes both. When only the end of the bulk
+connection is seen, the control connection is probed: what comes first, the farewell or the
+answer, tells a departure from a loss. So only losses are told (``bulk-lost``).
 """
 
 from __future__ import annotations
@@ -18,11 +22,11 @@ from moshpit.config import TransportConfig
 from moshpit.errors import HandshakeError, RemoteError
 from moshpit.events import Notice
 from moshpit.transport.base import CODEC_SLACK_BYTES, Handler, LinkStats
-from moshpit.transport.bulk import BulkKeys, BulkLink, admit, knock
+from moshpit.transport.bulk import BulkKeys, BulkLink, admit, knock, read_token
 from moshpit.transport.port import tune
 from moshpit.types import Address, PeerId, short
 from moshpit.wire.framing import ChunkHeader
-from moshpit.wire.messages import BulkAsk, BulkOffer, BulkRefused, Message
+from moshpit.wire.messages import BulkAsk, BulkOffer, BulkRefused, LinkProbe, Message
 
 USED_TOKENS_KEPT: Final = 256  # guess: so that a reuse is named as one
 OPENINGS_MAX: Final = 2  # guess: a control connection that changes can lose one offer
@@ -59,6 +63,35 @@ class PairContext:
     )
     used: deque[bytes] = field(default_factory=lambda: deque[bytes](maxlen=USED_TOKENS_KEPT))
 
+    async def welcome(self, sock: socket.socket, where: str) -> None:
+        """Take a bulk connection that somebody was offered; owns the socket.
+
+        Raises:
+            HandshakeError, OSError: nobody was, or it does not know the keys.
+        """
+        try:
+            token = await read_token(sock, where)
+            if token in self.used:
+                raise HandshakeError(where, "reused-token", "its token has been used")
+            pair = self.offers.get(token) or await self._offer(token, where)
+            await pair.welcome(sock, where)
+        except BaseException:
+            sock.close()
+            raise
+
+    async def _offer(self, token: bytes, where: str) -> BulkPair:
+        """Wait for an offer that may still be on its way over control."""
+        loop = asyncio.get_running_loop()
+        awaited = self.awaited.setdefault(token, loop.create_future())
+        try:
+            await asyncio.wait([awaited], timeout=self.config.handshake_timeout_s / 2)
+        finally:
+            self.awaited.pop(token, None)
+        pair = self.offers.get(token)
+        if pair is None:
+            raise HandshakeError(where, "unknown-token", "no bulk connection was offered to it")
+        return pair
+
 
 @final
 class BulkPair:
@@ -84,6 +117,7 @@ class BulkPair:
         self._deadline: asyncio.TimerHandle | None = None
         self._wanted = False
         self._faults = 0
+        self._ended: str | None = None  # why, while it is not clear whether the peer has left
 
     # --- use ------------------------------------------------------------------------------
 
@@ -111,6 +145,7 @@ class BulkPair:
     def close(self, *, graceful: bool = False) -> BulkLink | None:
         """Forget everything; returns the connection that is closing, if there is one."""
         self._wanted = False
+        self._ended = None
         self._withdraw()
         if self._opening is not None:
             self._opening.cancel()
@@ -210,6 +245,12 @@ class BulkPair:
         """A new control connection: what was on its way on the old one may be lost."""
         self._last_made = b""
         self._last_had = b""
+
+    def control_answered(self) -> None:
+        """The other side is there: what had ended was lost, and not closed by a departure."""
+        if self._ended is not None:
+            detail, self._ended = self._ended, None
+            self._context.handler.on_notice(Notice("bulk-lost", self.peer, detail))
 
     async def _connect(self) -> tuple[socket.socket, str]:
         addresses = list(self._context.handler.addresses_of(self.peer))
@@ -318,14 +359,15 @@ class BulkPair:
             return
         self.count()
         self._link = None
-        self._context.handler.on_notice(
-            Notice(fault.reason if fault else "bulk-lost", self.peer, detail)
-        )
         if fault is not None:
+            self._context.handler.on_notice(Notice(fault.reason, self.peer, detail))
             self._faults += 1
             if self._faults >= FAULTS_MAX:
                 self._context.failed(self.peer, False, detail)
                 return
+        else:
+            self._ended = detail
+            self._context.send(self.peer, LinkProbe(reply=False))
         if self._wanted:
             self._request()
 

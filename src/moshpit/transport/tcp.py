@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -17,7 +16,6 @@ from typing import Any, Final, TypeVar, final
 from moshpit.config import TransportConfig
 from moshpit.errors import (
     ClosedError,
-    HandshakeError,
     LocalError,
     RemoteError,
     UnreachableError,
@@ -123,7 +121,7 @@ class TcpTransport(Transport):
         )
         self._doors = Doors(self, self._me, self._config, self._server_tls.context, self._notices)
         if self._listen is not None:
-            welcomes = {TLS_RECORD: self._doors.welcome, bulk.MAGIC[0]: self._welcome_bulk}
+            welcomes = {TLS_RECORD: self._doors.welcome, bulk.MAGIC[0]: self._context.welcome}
             self._port = Port(
                 welcomes,
                 self._notices,
@@ -183,6 +181,11 @@ class TcpTransport(Transport):
         """See `Transport.connected`."""
         state = self._peers.get(peer)
         return state is not None and state.usable is not None
+
+    def remote(self, peer: PeerId) -> Address | None:
+        """See `Transport.remote`."""
+        state = self._peers.get(peer)
+        return state.link.remote if state is not None and state.link is not None else None
 
     def stats(self, peer: PeerId) -> LinkStats:
         """See `Transport.stats`."""
@@ -244,6 +247,17 @@ class TcpTransport(Transport):
             return expect
         try:
             return await self._spawn(self._doors.connect(address, expect))
+        except asyncio.CancelledError:
+            if self._closed:
+                raise ClosedError("the transport was closed while it dialled") from None
+            raise
+
+    async def reach(self, address: Address, expect: PeerId) -> None:
+        """See `Transport.reach`."""
+        if self._closed:
+            raise ClosedError("the transport is closed")
+        try:
+            await self._spawn(self._doors.reach(address, expect))
         except asyncio.CancelledError:
             if self._closed:
                 raise ClosedError("the transport was closed while it dialled") from None
@@ -352,30 +366,6 @@ class TcpTransport(Transport):
         if state.link is None:
             self._give_up(state.peer, refused, detail)
 
-    async def _welcome_bulk(self, sock: socket.socket, where: str) -> None:
-        """Take a bulk connection that somebody was offered; owns the socket."""
-        try:
-            token = await bulk.read_token(sock, where)
-            if token in self._context.used:
-                raise HandshakeError(where, "reused-token", "its token has been used")
-            pair = self._context.offers.get(token) or await self._offer(token, where)
-            await pair.welcome(sock, where)
-        except BaseException:
-            sock.close()
-            raise
-
-    async def _offer(self, token: bytes, where: str) -> BulkPair:
-        """Wait for an offer that may still be on its way over control."""
-        awaited = self._context.awaited.setdefault(token, self._loop.create_future())
-        try:
-            await asyncio.wait([awaited], timeout=self._config.handshake_timeout_s / 2)
-        finally:
-            self._context.awaited.pop(token, None)
-        pair = self._context.offers.get(token)
-        if pair is None:
-            raise HandshakeError(where, "unknown-token", "no bulk connection was offered to it")
-        return pair
-
     # --- links ----------------------------------------------------------------------------
 
     def establish(
@@ -403,6 +393,7 @@ class TcpTransport(Transport):
         link.open(self)
         state.change()
         self._handler.on_link(state.peer, proved.admission)
+        state.pair.control_answered()
         self.make_room()
 
     def _remember(self, peer: PeerId) -> None:
@@ -465,7 +456,9 @@ class TcpTransport(Transport):
     def _probe(self, state: PeerState, link: ControlLink, message: LinkProbe) -> None:
         if not message.reply:
             link.send(encode_message(LinkProbe(reply=True)))
-        elif state.probed is not None and not state.probed.done():
+            return
+        state.pair.control_answered()
+        if state.probed is not None and not state.probed.done():
             state.probed.set_result(None)
 
     def control_fault(self, link: ControlLink, error: WireError) -> None:
