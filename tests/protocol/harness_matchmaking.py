@@ -56,6 +56,7 @@ class StaticView:
         self._records = {r.peer: r for r in records}
         self._live = sorted(PeerId(r.peer) for r in records)
         self._cut: dict[bytes, bool] = {}
+        self.links: dict[bytes, bool] = {}
         self.generation = 1
 
     @property
@@ -71,6 +72,9 @@ class StaticView:
 
     def reachable(self, peer: bytes) -> bool:
         return peer in self._live and peer not in self._cut
+
+    def linked(self, peer: bytes) -> bool:
+        return peer in self.links
 
     def learn(self, record: PeerRecord) -> None:
         """Let the view know one more live peer."""

@@ -264,6 +264,33 @@ def test_clients_are_waited_for_without_being_called() -> None:
     assert formed.bounds[seat] == formed.bounds[seat + 1]
 
 
+def test_a_client_with_a_connection_to_the_host_is_called_and_may_decline() -> None:
+    host = make(H, (H, A, B), roles={B: "client"})
+    view_of(host).links[B] = True
+    assert sent(got(host, A, join(A)), B) == [Call(KEY)]
+    host.seek(KEY, fields(), 0.0)
+    formed = formed_in(got(host, B, CallReply(KEY, False, -1.0), 0.1))
+    assert [j.peer for j in formed.joins] == sorted((H, A))
+
+
+def test_a_called_client_whose_connection_is_lost_is_not_waited_for() -> None:
+    host = make(H, (H, A, B), roles={B: "client"})
+    view_of(host).links[B] = True
+    got(host, A, join(A))
+    host.seek(KEY, fields(), 0.0)
+    formed = formed_in(host.handle(LinkDown(B, False, "no address"), 0.1))
+    assert [j.peer for j in formed.joins] == sorted((H, A))
+
+
+def test_nobody_is_waited_for_who_is_known_to_be_at_a_later_epoch() -> None:
+    host = make(H, (H, A, B), roles={B: "client"})
+    view_of(host).bury(B)
+    view_of(host).learn(msgspec.structs.replace(record(B, "client"), epoch=KEY.epoch + 1))
+    got(host, A, join(A))
+    formed = formed_in(host.seek(KEY, fields(), 0.0))
+    assert [j.peer for j in formed.joins] == sorted((H, A))
+
+
 def test_a_group_of_clients_only_is_refused_with_what_to_start() -> None:
     roles = {A: "client", B: "client"}
     host = make(H, (H, A, B), roles=roles)

@@ -74,7 +74,7 @@ class Waiting:
     until: float
     """When it is given up."""
     call_at: float
-    """When it is called (again); infinity for clients."""
+    """When it is called (again); infinity for clients that have no link to here."""
     calls: int = 0
     """Calls since it last answered."""
     answered: bool = False
@@ -252,8 +252,10 @@ class Hosting:
         for assembly in list(self._assemblies.values()):
             gone = assembly.joins.pop(peer, None) is not None
             # A client that never dialled this host has no link to lose.
-            if announcement.can_host(self._view, peer):
-                gone = assembly.waiting.pop(peer, None) is not None or gone
+            waiting = assembly.waiting.get(peer)
+            if waiting is not None and waiting.call_at < math.inf:
+                del assembly.waiting[peer]
+                gone = True
             if gone:
                 effects += self._review(assembly, now)
         return effects
@@ -326,6 +328,11 @@ class Hosting:
             return peer == self._signer.peer or self._view.reachable(peer)
         return announcement.is_live(self._view, peer)
 
+    def _is_past(self, peer: PeerId, key: GroupKey) -> bool:
+        """Whether a peer has told that it is at a later epoch, so it will not come."""
+        record = self._view.record(peer)
+        return record is not None and record.epoch > key.epoch
+
     def _died(self, peer: PeerId) -> bool:
         """Whether a member is known, and known to be alive no more."""
         return self._view.record(peer) is not None and not announcement.is_live(self._view, peer)
@@ -377,7 +384,7 @@ class Hosting:
         """Wait for an expected peer, if it can be hoped for; call it if it can be called."""
         if not self._may_come(peer):
             return
-        if announcement.can_host(self._view, peer):
+        if announcement.can_host(self._view, peer) or self._view.linked(peer):
             silent_at = now + CALLS_MAX * self._config.call_timeout_s / 2
             assembly.waiting[peer] = Waiting(silent_at, now)
         else:
@@ -390,7 +397,9 @@ class Hosting:
             del self._assemblies[assembly.key]
             return effects
         for peer, waiting in list(assembly.waiting.items()):
-            if now >= waiting.until or (waiting.calls >= CALLS_MAX and now >= waiting.call_at):
+            if self._is_past(peer, assembly.key):
+                del assembly.waiting[peer]
+            elif now >= waiting.until or (waiting.calls >= CALLS_MAX and now >= waiting.call_at):
                 del assembly.waiting[peer]
                 if waiting.calls >= CALLS_MAX or (waiting.calls > 0 and not waiting.answered):
                     effects.append(Silent(peer))

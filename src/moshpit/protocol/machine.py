@@ -332,6 +332,10 @@ class View(Protocol):
         """Believed alive, and not known to be cut off from this peer right now."""
         ...
 
+    def linked(self, peer: bytes) -> bool:
+        """Whether a connection to the peer exists, so that even a client can be told things."""
+        ...
+
     @property
     def generation(self) -> int:
         """Rises whenever `live`, `reachable` or a record's role or schema changes."""

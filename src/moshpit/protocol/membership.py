@@ -94,7 +94,7 @@ class Membership:
         self._config = config
         self._rng = rng
         self._probes = Probes(rng.getrandbits(31))
-        self._linked: dict[PeerId, None] = {}
+        self._linked = self.view.links
         self._digests: dict[PeerId, float] = {}  # to whom one was sent, and when
         self._order: list[PeerId] = []  # whom to probe, from the end
         self._probe_at = now + rng.random() * config.probe_interval_s

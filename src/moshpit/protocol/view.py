@@ -108,6 +108,8 @@ class LiveView:
         self._ids: list[PeerId] = []
         self._hashes = [0] * BUCKETS
         self._watchers: list[Callable[[Entry], None]] = []
+        self.links: dict[PeerId, None] = {}
+        """To whom a connection exists, oldest first."""
         self._me = self.add(me, now)
 
     @property
@@ -134,6 +136,10 @@ class LiveView:
         """Believed alive, and not known to be cut off from this peer right now."""
         entry = self.entries.get(peer)
         return entry is not None and not entry.cut and entry.status.live
+
+    def linked(self, peer: bytes) -> bool:
+        """Whether a connection to the peer exists, so that even a client can be told things."""
+        return peer in self.links
 
     def records(self) -> Iterator[PeerRecord]:
         """All records, of the dead too, sorted by id."""
