@@ -48,6 +48,10 @@ class LayoutError(LocalError):
     """Tensors that do not match what this swarm averages (shapes, dtypes, count)."""
 
 
+class DriftError(LocalError):
+    """This peer's parameters are not the swarm's any more, and the strategy needs them to be."""
+
+
 class BackpressureError(LocalError):
     """A send queue is full; the caller must wait until the link drains."""
 

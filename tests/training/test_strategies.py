@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import moshpit.training.optimizer as wrapped
-from moshpit.errors import ConfigError
+from moshpit.errors import ConfigError, DriftError
 from moshpit.training.strategies import GradientAveraging, LocalSGD
 
 STRATEGIES = {
@@ -125,6 +125,22 @@ def test_an_averaging_that_brings_nothing_leaves_local_values(
     torch.testing.assert_close(trainers[0].bytes(), single.bytes())
     assert getattr(trainers[0].opt.stats, fault) == 1
     assert "local values stay" in caplog.text
+    if trainers[0].opt._strategy.same_parameters:  # going on would harm the others
+        with pytest.raises(DriftError, match="epoch 0 did not reach this peer"):
+            trainers[0].step()
+    else:
+        trainers[0].step()
+
+
+def test_gradients_of_a_peer_that_missed_an_epoch_are_refused(memory_swarm, together):
+    swarm = memory_swarm(2)
+    late, early = (Trainer(p, GradientAveraging(1e9), seed=i) for i, p in enumerate(swarm.peers))
+    swarm.here.remove(0)  # the swarm goes on without it
+    early.step()
+    early.opt.finish()
+    with pytest.raises(DriftError, match=r"the swarm is at epoch 1.*LocalSGD"):
+        late.step()
+    early.step()
 
 
 @every_strategy

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from moshpit.errors import ConfigError, LocalError
+from moshpit.errors import ConfigError, DriftError, LocalError
 from moshpit.events import EpochReport, Outcome
 from moshpit.training.averager import Averager, Averaging
 from moshpit.training.samples import BatchWatcher
@@ -142,6 +142,8 @@ class Optimizer(torch.optim.Optimizer):
             self._watcher = BatchWatcher((p.tensor for p in strategy.parameters()), model)
         self._pending: tuple[Averaging, Snapshot] | None = None
         self._pace = _Pace()
+        self._drift = ""
+        self._next_swarm_epoch = 0
         self._epoch_offset = 0
         self._epoch = 0
         self._stats = TrainingStats()
@@ -253,7 +255,9 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             ConfigError: the number of samples is not known, or makes no sense.
+            DriftError: the strategy needs the swarm's parameters, and this peer has others.
         """
+        self._check_drift()
         self._share()
         self._stepped = True
         before = self._strategy.samples
@@ -273,7 +277,11 @@ class Optimizer(torch.optim.Optimizer):
 
         Holds for the peers that finish at the same epoch; one that trains on takes part in
         the averaging but moves on from it. Every peer of the run should call this once.
+
+        Raises:
+            DriftError: as `step`.
         """
+        self._check_drift()
         started = time.monotonic()
         try:
             self._attach()
@@ -316,6 +324,22 @@ class Optimizer(torch.optim.Optimizer):
         schema, numel = self._strategy.layout()
         self._swarm.attach(schema, numel, self._strategy.samples_per_epoch)
         self._attached = True
+
+    def _check_drift(self) -> None:
+        """Stop before this peer's gradients, taken at other parameters, harm the others."""
+        if not self._strategy.same_parameters or self._pending is not None:
+            return
+        if self._swarm.epoch > self._next_swarm_epoch:
+            self._drift = (
+                f"the swarm is at epoch {self._swarm.epoch}, and this peer has no part in what "
+                f"came since epoch {self._next_swarm_epoch} (it joined late, or was away)"
+            )
+        if self._drift:
+            raise DriftError(
+                f"{self._drift}: its parameters are not the swarm's any more, which "
+                f"{self._strategy.name} needs. Start all peers again from one checkpoint, or use "
+                "LocalSGD, which brings peers back together at every averaging"
+            )
 
     def _take_part(self) -> None:
         self._attach()
@@ -369,6 +393,9 @@ class Optimizer(torch.optim.Optimizer):
         elif report.outcome is Outcome.PARTIAL:
             stats = replace(stats, partial=stats.partial + 1)
             log.info("epoch %d is the mean of a part of the group%s", report.epoch, _why(report))
+        if any(r.missing for r in report.rounds if len(r.peers) > 1) or report.stale:
+            self._drift = f"the averaging of epoch {report.epoch} did not reach this peer in full"
+        self._next_swarm_epoch = self._swarm.epoch
         useless = alone or report.stale or stats.failed > self._stats.failed
         if useless or not any(mass > 0 for mass in report.rounds[-1].masses):
             self._strategy.keep_local(snapshot)

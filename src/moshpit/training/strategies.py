@@ -54,9 +54,11 @@ class Strategy(ABC):
     Attributes:
         samples_per_epoch: the samples of all peers together after which they average.
         overlap: whether training goes on while an averaging is under way.
+        same_parameters: whether all peers must hold the same parameters all the time.
     """
 
     name: str = ""
+    same_parameters: bool = False
 
     def __init__(self, samples_per_epoch: float, *, overlap: bool) -> None:
         if not 0 < samples_per_epoch < float("inf"):
@@ -275,8 +277,9 @@ class GradientAveraging(Strategy):
     optimizer step. Peers must start from the same parameters. Since ``step()`` consumes the
     gradients (``.grad`` is cleared), ``zero_grad()`` in between does neither harm nor good.
 
-    Where an averaging brings nothing, the accumulated local gradient is applied, so that this
-    peer's schedule stays with the swarm's.
+    Where an averaging brings nothing, the accumulated local gradient is applied. Then, or when
+    it missed an epoch or joins late, this peer's parameters are not the others' any more, and
+    its gradients would harm them: the next ``step()`` raises `DriftError`.
 
     Args:
         target_batch_size: samples of all peers together per optimizer step.
@@ -289,6 +292,7 @@ class GradientAveraging(Strategy):
     """
 
     name = "GradientAveraging"
+    same_parameters = True
 
     def __init__(self, target_batch_size: float, *, max_grad_norm: float | None = None) -> None:
         super().__init__(target_batch_size, overlap=False)
