@@ -383,3 +383,21 @@ def test_the_averaged_gradient_is_clipped(memory_swarm):
 def test_a_clip_that_makes_no_sense_is_refused():
     with pytest.raises(ConfigError, match="max_grad_norm"):
         GradientAveraging(8, max_grad_norm=0.0)
+
+
+def test_gradients_at_different_parameters_are_not_mixed(memory_swarm, together):
+    swarm = memory_swarm(2)
+    trainers = [Trainer(p, GradientAveraging(1e9), seed=i) for i, p in enumerate(swarm.peers)]
+    with torch.no_grad():
+        next(iter(trainers[1].model.parameters())).add_(0.1)
+    before = [t.bytes() for t in trainers]
+    for t in trainers:
+        t.step()
+
+    def finish(trainer):
+        with pytest.raises(DriftError, match=r"different parameters.*manual_seed"):
+            trainer.opt.finish()
+
+    together(*[lambda t=t: finish(t) for t in trainers])
+    for trainer, bytes_before in zip(trainers, before, strict=True):
+        assert torch.equal(trainer.bytes(), bytes_before), "a step was made all the same"

@@ -21,17 +21,20 @@ from typing import Any, final
 
 import torch
 
-from moshpit.errors import ConfigError
+from moshpit.errors import ConfigError, DriftError
 from moshpit.tensors.layout import VectorLayout
 from moshpit.training.tensors import (
     Named,
     buffers_of,
+    fingerprint,
     first_nonfinite,
     forget_nonfinite_statistics,
     is_finite,
     parameters_of,
     statistics_of,
 )
+
+FINGERPRINT_TOLERANCE = 1e-3  # guess: of values of order 1; kinds of hardware differ by rounding
 
 log = logging.getLogger("moshpit.training")
 
@@ -277,6 +280,9 @@ class GradientAveraging(Strategy):
     optimizer step. Peers must start from the same parameters. Since ``step()`` consumes the
     gradients (``.grad`` is cleared), ``zero_grad()`` in between does neither harm nor good.
 
+    A fingerprint of the parameters travels with the gradients; if the peers' differ, the averaging
+    raises `DriftError` and no step is made.
+
     Where an averaging brings nothing, the accumulated local gradient is applied. Then, or when
     it missed an epoch or joins late, this peer's parameters are not the others' any more, and
     its gradients would harm them: the next ``step()`` raises `DriftError`.
@@ -302,6 +308,10 @@ class GradientAveraging(Strategy):
         self.skipped_batches = 0
         """Batches that were left out because their gradient was not finite."""
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
+        self._fingerprint = torch.zeros(2)
+
+    def _extras(self) -> list[Named]:
+        return [*super()._extras(), Named("fingerprint", self._fingerprint)]
 
     def local_step(self, closure: Closure | None, samples: Callable[[], float]) -> Any:
         loss = None
@@ -328,6 +338,7 @@ class GradientAveraging(Strategy):
             named.tensor.grad = None
 
     def snapshot(self) -> Snapshot:
+        self._fingerprint.copy_(fingerprint(self.parameters()))
         sums = [Named(p.name, self._sum_of(p.tensor)) for p in self.parameters()]
         for named in sums:
             named.tensor.div_(max(self.samples, 1e-30))
@@ -339,7 +350,14 @@ class GradientAveraging(Strategy):
     def adopt(self, snapshot: Snapshot, mean: torch.Tensor) -> None:
         parameters = self.parameters()
         means = [Named(p.name, torch.empty_like(p.tensor)) for p in parameters]
+        mine = self._fingerprint.clone()
         self._layouts.of(means + self._extras()).write_back(mean)
+        if not torch.allclose(self._fingerprint, mine, rtol=0, atol=FINGERPRINT_TOLERANCE):
+            raise DriftError(
+                "the peers hold different parameters, so their gradients do not belong together. "
+                "Start all of them from the same ones: call torch.manual_seed with the same "
+                "number before the model is made, or load the same checkpoint"
+            )
         for named, gradient in zip(parameters, means, strict=True):
             # A parameter that nobody used keeps its None, as without Moshpit.
             used = bool(gradient.tensor.any().item())

@@ -105,3 +105,21 @@ def _is_statistic(value: object, parameter: torch.Tensor) -> bool:
         and value.shape == parameter.shape
         and value.dim() > 0
     )
+
+
+@torch.no_grad()
+def fingerprint(parameters: Sequence[Named]) -> torch.Tensor:
+    r"""Return two numbers of order 1 that differ between different parameters: (2,) float32.
+
+    For parameters :math:`p` they are :math:`\sum_i s_i p_i / \lVert p \rVert` with two fixed
+    patterns of signs :math:`s`; for independent parameters they are independent.
+    """
+    fast = slow = square = 0.0
+    for number, named in enumerate(parameters):
+        flat = named.tensor.detach().reshape(-1).double()
+        half = flat.numel() // 2
+        sign = 1.0 if number % 2 == 0 else -1.0
+        fast += (flat[::2].sum() - flat[1::2].sum()).item()
+        slow += sign * (flat[:half].sum() - flat[half:].sum()).item()
+        square += flat.square().sum().item()
+    return torch.tensor([fast, slow]) / math.sqrt(max(square, 1e-30))
