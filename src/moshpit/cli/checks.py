@@ -13,8 +13,8 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 
@@ -45,6 +45,8 @@ class Check:
     status: Status
     found: str
     advice: str = ""
+    figures: Mapping[str, object] = field(default_factory=dict[str, object])
+    """What was measured, for programs; names carry units."""
 
 
 def check_python() -> Check:

@@ -18,7 +18,7 @@ from moshpit.cli.netchecks import (
     check_loopback,
     check_sealing,
 )
-from moshpit.cli.peerchecks import check_dial, check_visit
+from moshpit.cli.peerchecks import check_consultation, check_dial, check_visit
 from moshpit.identity.tickets import Ticket
 from moshpit.types import Address
 
@@ -34,14 +34,23 @@ def doctor(
         str | None,
         typer.Option(
             metavar="TICKET",
-            help="Also visit this run: is it reachable, does it let me in, how far away is it?",
+            help="Also visit this run: does it let me in, do the clocks agree, how fast is the way "
+            "to it, and can its peer dial this machine?",
         ),
     ] = None,
     peer: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Also dial this peer. Without a ticket, only to see that somebody listens there.",
+            help="The peer to dial, instead of the ticket's addresses. Without a ticket, only to "
+            "see that somebody listens there.",
+        ),
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The address at which others are to dial this machine, if it differs.",
         ),
     ] = None,
     json: Annotated[
@@ -51,7 +60,9 @@ def doctor(
     """Check this machine, and a run if you like, and say what to do.
 
     Looks at versions, cores, memory, limits, the clock, the port to listen at, IPv6,
-    congestion control and the speed of encryption. Each line is **ok**, **warn** (it works,
+    congestion control and the speed of encryption. With a ticket it also asks the first peer
+    that lets it in: for its clock, for about a second of echoes, and to dial this machine back.
+    It does not join the run. Each line is **ok**, **warn** (it works,
     but worse than it could) or **fail** (mend this first). The exit code is 1 if anything failed.
 
     **Examples**
@@ -61,12 +72,15 @@ def doctor(
         moshpit doctor --listen 0.0.0.0:7000
         # can this run be reached, and does it let me in?
         moshpit doctor --ticket $T
+        # can a peer outside dial this machine through its router?
+        moshpit doctor --ticket $T --listen 0.0.0.0:7000 --advertise my.home.example:7000
     """  # fmt: skip
     results: list[Check] = []
     console = output.stdout()
     admitted = None if ticket is None else Ticket.decode(ticket)
     remote = None if peer is None else Address.parse(peer)
-    for check in all_checks(Address.parse(listen), admitted, remote):
+    outside = None if advertise is None else Address.parse(advertise)
+    for check in all_checks(Address.parse(listen), admitted, remote, outside):
         results.append(check)
         if not json:
             show(console, check)
@@ -79,7 +93,9 @@ def doctor(
     raise typer.Exit(1 if failed else 0)
 
 
-def all_checks(listen: Address, ticket: Ticket | None, peer: Address | None) -> Iterator[Check]:
+def all_checks(
+    listen: Address, ticket: Ticket | None, peer: Address | None, advertise: Address | None
+) -> Iterator[Check]:
     """Yield one finding after the other, as they come."""
     for look in LOCAL_CHECKS:
         yield look()
@@ -89,11 +105,17 @@ def all_checks(listen: Address, ticket: Ticket | None, peer: Address | None) -> 
     yield check_loopback()
     yield check_sealing()
     addresses = (peer,) if peer is not None else ticket.addresses if ticket is not None else ()
+    consulted = False
     for address in addresses:
         dialled = check_dial(address)
         yield dialled
-        if ticket is not None and dialled.status is not Status.FAIL:
-            yield check_visit(ticket, address)
+        if ticket is None or dialled.status is Status.FAIL:
+            continue
+        visited = check_visit(ticket, address)
+        yield visited
+        if visited.status is not Status.FAIL and not consulted:
+            consulted = True
+            yield from check_consultation(ticket, address, listen, advertise)
 
 
 def show(console: Console, check: Check) -> None:

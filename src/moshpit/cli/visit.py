@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import TypeVar, final
 
-from moshpit.config import SwarmConfig
+from moshpit.config import SwarmConfig, TransportConfig
 from moshpit.errors import HandshakeError, RemoteError, UnreachableError
 from moshpit.events import Notice
 from moshpit.identity.keys import KeySigner, PeerKey
@@ -31,6 +31,8 @@ from moshpit.wire.messages import (
     Suspicion,
     ViewAsk,
 )
+
+T = TypeVar("T")
 
 PINGS = 5
 ANSWER_S_MAX = 5.0  # guess: how long a peer may take to answer one question
@@ -124,20 +126,25 @@ def visit(ticket: Ticket, addresses: Sequence[Address], config: SwarmConfig) -> 
 
 
 async def _visit(ticket: Ticket, address: Address, config: SwarmConfig) -> Visit:
+    return await in_either_way(config.transport, lambda config: _ask(ticket, address, config))
+
+
+async def in_either_way(
+    config: TransportConfig, ask: Callable[[TransportConfig], Awaitable[T]]
+) -> T:
+    """Ask a run that may be sealed or plain; which of the two matters to bulk data only."""
     try:
-        return await _ask(ticket, address, config)
+        return await ask(config)
     except HandshakeError as error:
         if error.reason != "plaintext-mismatch":
             raise
-    # Which of the two a run uses matters to bulk data only, and a visitor has none.
-    other = replace(config.transport, sealed=not config.transport.sealed)
-    return await _ask(ticket, address, replace(config, transport=other))
+    return await ask(replace(config, sealed=not config.sealed))
 
 
-async def _ask(ticket: Ticket, address: Address, config: SwarmConfig) -> Visit:
+async def _ask(ticket: Ticket, address: Address, config: TransportConfig) -> Visit:
     key = PeerKey.generate()
     guest = _Guest()
-    transport = TcpTransport(key, ticket.run, ticket.admit(key.peer), config.transport)
+    transport = TcpTransport(key, ticket.run, ticket.admit(key.peer), config)
     await transport.start(guest)
     try:
         start = time.perf_counter()

@@ -51,6 +51,7 @@ from moshpit.protocol.machine import (
     View,
 )
 from moshpit.protocol.node import Node
+from moshpit.runtime.helpdesk import HelpDesk
 from moshpit.runtime.jobs import Averaging
 from moshpit.runtime.outbox import LiveRound, Outbox
 from moshpit.tensors.codecs import Codec
@@ -59,7 +60,7 @@ from moshpit.tensors.store import RoundStore
 from moshpit.transport.base import Transport
 from moshpit.types import Address, GroupId, PeerId, Role
 from moshpit.wire.framing import ChunkHeader
-from moshpit.wire.messages import Admission, AnyMessage, PeerRecord
+from moshpit.wire.messages import HELP_MESSAGES, Admission, AnyMessage, PeerRecord
 
 CONTACT_RETRY_S = 3.0  # guess: how often the ticket's addresses are tried while alone
 REFUSED_FOR_GOOD = frozenset(
@@ -123,6 +124,7 @@ class Driver:
         self._live: dict[GroupId, LiveRound] = {}
         self._reports: dict[GroupId, RoundReport] = {}
         self._outbox = Outbox(transport, codec, self._live)
+        self._desk = HelpDesk(transport, self._tell, dial_s=config.transport.dial_timeout_s)
         self._inbound: dict[PeerId, tuple[GroupId, memoryview]] = {}
         self._arrived: tuple[RoundStore, memoryview] | None = None
         self._job: Averaging | None = None
@@ -204,6 +206,7 @@ class Driver:
         if self._job is not None:
             self._job.fail(ClosedError("the swarm was closed"))
             self._job = None
+        await self._desk.close()
         await self._transport.close()
         self._live.clear()
 
@@ -420,7 +423,10 @@ class Driver:
 
     def on_message(self, peer: PeerId, message: AnyMessage) -> None:
         """See `moshpit.transport.base.Handler`."""
-        self.handle(Received(peer, message))
+        if isinstance(message, HELP_MESSAGES):
+            self._desk.handle(peer, message)
+        else:
+            self.handle(Received(peer, message))
 
     def chunk_sink(self, peer: PeerId, header: ChunkHeader) -> memoryview | None:
         """See `moshpit.transport.base.Handler`."""

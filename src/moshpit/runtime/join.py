@@ -96,12 +96,14 @@ def join(
         )
     key = _key(settings.identity, admitted.run)
     admission = admitted.admit(key.peer)
+    joined: list[Swarm] = []
     transport = TcpTransport(
         key,
         admitted.run,
         admission,
         config.transport,
         listen=_listen(settings.listen, role),
+        known=lambda peer: any(swarm.knows(peer) for swarm in joined),
     )
     if not config.transport.sealed:
         log.warning(
@@ -118,6 +120,7 @@ def join(
         advertise=[Address.parse(settings.advertise)] if settings.advertise else (),
         bandwidth=(bandwidth_mbit or 0.0) * MBIT,
     )
+    joined.append(swarm)
     _leave_on_sigterm()
     return swarm
 

@@ -132,6 +132,10 @@ class Swarm:
 
         return self._thread.call(read())
 
+    def knows(self, peer: PeerId) -> bool:
+        """Whether a peer is, or was lately, in the run. For the network thread only."""
+        return self._driver.node.view.record(peer) is not None
+
     def wait_for_peers(self, n: int, timeout_s: float = 60.0) -> None:
         """Wait until at least ``n`` peers are live, this one included.
 
