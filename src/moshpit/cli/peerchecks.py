@@ -125,8 +125,8 @@ def judge_bandwidth(found: Consultation) -> Check:
     """Whether the way to the peer is fast enough to train over."""
     figures = {"up_bytes_per_s": found.up, "down_bytes_per_s": found.down}
     said = (
-        f"{human_bytes(found.up)}/s to the peer, {human_bytes(found.down)}/s from it, at least: "
-        "measured over one control connection; bulk connections do better"
+        f"{human_bytes(found.up)}/s to the peer, {human_bytes(found.down)}/s from it: "
+        "a lower bound, measured over the control connection"
     )
     slow = min(found.up, found.down)
     if slow < RoundConfig().bandwidth_floor:
