@@ -168,6 +168,8 @@ def test_an_altered_chunk_is_blamed_and_bulk_goes_on() -> None:
         assert other.heard.notices[-1].peer == one.peer
         assert len(other.heard.chunks) == 1
         await one.heard.until(lambda: "bulk-lost" in codes(one), "the loss at the sender")
+        assert one.heard.resets == [other.peer]
+        assert other.heard.resets == [one.peer]
         one.heard.queue(other.peer, [make_chunk(9, 5000)])
         await other.heard.until(lambda: len(other.heard.chunks) == 2, "a chunk after")
         assert other.heard.chunks[-1][1:] == make_chunk(9, 5000)

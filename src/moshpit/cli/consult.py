@@ -17,7 +17,6 @@ from typing import final
 from moshpit.cli.visit import ANSWER_S_MAX, in_either_way
 from moshpit.config import TransportConfig
 from moshpit.errors import LocalError, RemoteError, UnreachableError, WireError
-from moshpit.events import Notice
 from moshpit.identity.keys import PeerKey
 from moshpit.identity.tickets import Ticket
 from moshpit.runtime.helpdesk import (
@@ -30,9 +29,9 @@ from moshpit.runtime.helpdesk import (
     plain_host,
 )
 from moshpit.runtime.record import advertised
+from moshpit.transport.base import MessagesOnly
 from moshpit.transport.tcp import TcpTransport
 from moshpit.types import Address, PeerId, short
-from moshpit.wire.framing import ChunkHeader
 from moshpit.wire.messages import (
     Admission,
     AnyMessage,
@@ -82,7 +81,7 @@ class Consultation:
 
 
 @final
-class _Asker:
+class _Asker(MessagesOnly):
     """The transport's user: matches answers to questions."""
 
     def __init__(self) -> None:
@@ -107,21 +106,6 @@ class _Asker:
         for answer in self.waiting.values():
             if not answer.done():
                 answer.set_exception(error)
-
-    def chunk_sink(self, peer: PeerId, header: ChunkHeader) -> memoryview | None:
-        return None
-
-    def on_chunk(self, peer: PeerId, header: ChunkHeader) -> None:
-        pass
-
-    def chunks_wanted(self, peer: PeerId) -> None:
-        pass
-
-    def addresses_of(self, peer: PeerId) -> Sequence[Address]:
-        return ()
-
-    def on_notice(self, notice: Notice) -> None:
-        pass
 
 
 @final

@@ -14,12 +14,11 @@ from typing import TypeVar, final
 
 from moshpit.config import SwarmConfig, TransportConfig
 from moshpit.errors import HandshakeError, RemoteError, UnreachableError
-from moshpit.events import Notice
 from moshpit.identity.keys import KeySigner, PeerKey
 from moshpit.identity.tickets import Ticket
+from moshpit.transport.base import MessagesOnly
 from moshpit.transport.tcp import TcpTransport
 from moshpit.types import Address, PeerId, short
-from moshpit.wire.framing import ChunkHeader
 from moshpit.wire.messages import (
     Ack,
     Admission,
@@ -61,7 +60,7 @@ class Visit:
 
 
 @final
-class _Guest:
+class _Guest(MessagesOnly):
     """The transport's user: keeps what is told, matches answers to questions."""
 
     def __init__(self) -> None:
@@ -93,21 +92,6 @@ class _Guest:
             self.records[record.peer] = record
         for suspicion in gossip.suspicions:
             self.suspicions[suspicion.peer] = suspicion
-
-    def chunk_sink(self, peer: PeerId, header: ChunkHeader) -> memoryview | None:
-        return None
-
-    def on_chunk(self, peer: PeerId, header: ChunkHeader) -> None:
-        pass
-
-    def chunks_wanted(self, peer: PeerId) -> None:
-        pass
-
-    def addresses_of(self, peer: PeerId) -> Sequence[Address]:
-        return ()
-
-    def on_notice(self, notice: Notice) -> None:
-        pass
 
 
 def visit(ticket: Ticket, addresses: Sequence[Address], config: SwarmConfig) -> Visit:

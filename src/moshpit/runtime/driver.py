@@ -472,6 +472,10 @@ class Driver:
         """See `moshpit.transport.base.Handler`."""
         self._outbox.pump(peer)
 
+    def bulk_reset(self, peer: PeerId) -> None:
+        """See `moshpit.transport.base.Handler`."""
+        self._outbox.send_again(peer)
+
     def addresses_of(self, peer: PeerId) -> Sequence[Address]:
         """See `moshpit.transport.base.Handler`."""
         record = self.node.view.record(peer)
@@ -479,8 +483,6 @@ class Driver:
 
     def on_notice(self, notice: Notice) -> None:
         """See `moshpit.transport.base.Handler`."""
-        if notice.code == "bulk-lost" and notice.peer is not None:
-            self._outbox.send_again(notice.peer)
         self._tell(notice)
 
     def _tell(self, notice: Notice) -> None:

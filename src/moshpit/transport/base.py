@@ -9,8 +9,8 @@ Rules that users may rely on:
 * Messages to one peer arrive in the order in which they were sent, or the link is lost.
 * A chunk that is announced by `on_chunk` is exactly what its sender handed in.
 * Callbacks are never made from within `send`, `send_chunk` or `drop`.
-* A chunk that was accepted may be lost with its bulk connection (notice ``bulk-lost``);
-  the protocol's machines ask again for what they miss.
+* A chunk that was accepted may be lost with its bulk connection. `Handler.bulk_reset` says so,
+  and whoever wants it to arrive hands it in again.
 """
 
 from __future__ import annotations
@@ -63,6 +63,13 @@ class Handler(Protocol):
         """The bulk link can take more: call `Transport.send_chunk` again."""
         ...
 
+    def bulk_reset(self, peer: PeerId) -> None:
+        """The bulk connection broke or was replaced: chunks that it had accepted may be lost.
+
+        `Transport.send_chunk` may be called from here, with those again.
+        """
+        ...
+
     def addresses_of(self, peer: PeerId) -> Sequence[Address]:
         """Return where to dial a peer, the best first; empty if it cannot be dialled."""
         ...
@@ -70,6 +77,30 @@ class Handler(Protocol):
     def on_notice(self, notice: Notice) -> None:
         """Something was refused, and whose fault it is."""
         ...
+
+
+class MessagesOnly:
+    """The part of a `Handler` that someone has who takes no chunks and is told no notices."""
+
+    def chunk_sink(self, peer: PeerId, header: ChunkHeader) -> memoryview | None:
+        """Drop every chunk."""
+        return None
+
+    def on_chunk(self, peer: PeerId, header: ChunkHeader) -> None:
+        """Never happens: there is no sink."""
+
+    def chunks_wanted(self, peer: PeerId) -> None:
+        """There are none to send."""
+
+    def bulk_reset(self, peer: PeerId) -> None:
+        """Nothing was sent, so nothing is lost."""
+
+    def addresses_of(self, peer: PeerId) -> Sequence[Address]:
+        """Return none: only `Transport.dial` dials."""
+        return ()
+
+    def on_notice(self, notice: Notice) -> None:
+        """Ignore it."""
 
 
 @dataclass(slots=True)

@@ -37,6 +37,7 @@ class Recorder(Handler):
         self.messages: list[tuple[PeerId, AnyMessage]] = []
         self.chunks: list[tuple[PeerId, ChunkHeader, bytes]] = []
         self.notices: list[Notice] = []
+        self.resets: list[PeerId] = []
         self.unwanted: list[int] = []  # numbers of chunks to drop
         self.outgoing: dict[PeerId, list[tuple[ChunkHeader, bytes]]] = {}
         self._sinks: dict[PeerId, bytearray] = {}
@@ -74,6 +75,11 @@ class Recorder(Handler):
     def chunks_wanted(self, peer: PeerId) -> None:
         """See `Handler`."""
         self.feed(peer)
+        self._changed()
+
+    def bulk_reset(self, peer: PeerId) -> None:
+        """See `Handler`."""
+        self.resets.append(peer)
         self._changed()
 
     def addresses_of(self, peer: PeerId) -> Sequence[Address]:

@@ -292,6 +292,7 @@ class BulkPair:
         self._link = link
         if old is not None:
             old.abort()
+            self._context.handler.bulk_reset(self.peer)
         if self._wanted:
             self._wanted = False
             self._context.handler.chunks_wanted(self.peer)
@@ -326,6 +327,7 @@ class BulkPair:
     def _asked(self, *, reversed_roles: bool) -> None:
         if self._opening is not None:
             return
+        broken = self._link is not None
         if self._link is not None:
             # It asks although it has had my offer: its end is gone, whatever mine looks like.
             link = self._link
@@ -335,6 +337,8 @@ class BulkPair:
         if reversed_roles:
             self._withdraw()
         self._opening = self._context.spawn(self._open(reversed_roles=reversed_roles))
+        if broken:
+            self._context.handler.bulk_reset(self.peer)
 
     # --- the connection's events ----------------------------------------------------------
 
@@ -370,6 +374,7 @@ class BulkPair:
             self._context.send(self.peer, LinkProbe(reply=False))
         if self._wanted:
             self._request()
+        self._context.handler.bulk_reset(self.peer)
 
 
 async def connect_any(
