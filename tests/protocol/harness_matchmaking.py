@@ -73,6 +73,12 @@ class StaticView:
     def reachable(self, peer: bytes) -> bool:
         return peer in self._live and peer not in self._cut
 
+    def averaging(self, schema: bytes) -> list[PeerId]:
+        return [p for p in self._live if self._records[p].schema == schema]
+
+    def dialable(self, peer: bytes) -> bool:
+        return peer in self._records and self._records[peer].role in ("worker", "aux")
+
     def linked(self, peer: bytes) -> bool:
         return peer in self.links
 

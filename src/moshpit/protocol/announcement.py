@@ -40,9 +40,7 @@ def role_of(text: str) -> Role | None:
 
 def can_host(view: View, peer: bytes) -> bool:
     """Whether a peer can be dialled, as far as its record says, and so host and reduce."""
-    record = view.record(peer)
-    role = record and role_of(record.role)
-    return bool(role and role.reduces)
+    return view.dialable(peer)
 
 
 def is_live(view: View, peer: PeerId) -> bool:

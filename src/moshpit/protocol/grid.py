@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from operator import itemgetter
 
 from moshpit.errors import ConfigError
 from moshpit.types import PeerId
@@ -251,7 +252,7 @@ def plan(n: int, group_size: int) -> Plan:
 
 
 def arrange(
-    peers: Sequence[PeerId], epoch: int, group_size: int, reduces: Callable[[PeerId], bool]
+    peers: Sequence[PeerId], epoch: int, group_size: int, reduces: Callable[[bytes], bool]
 ) -> tuple[Plan, list[PeerId]]:
     """Return the plan for these peers, and who has which rank, so that groups can reduce.
 
@@ -267,7 +268,7 @@ def arrange(
     """
     ranked = order(peers, epoch)
     chosen = plan(len(ranked), group_size)
-    reducers = [peer for peer in ranked if reduces(peer)]
+    reducers = list(filter(reduces, ranked))
     if not reducers or len(reducers) == len(ranked):
         return chosen, ranked
     while len(chosen.keystones) > len(reducers) and chosen.group_size < GROUP_SIZE_MAX:
@@ -290,4 +291,5 @@ def order(peers: Sequence[PeerId], epoch: int) -> list[PeerId]:
     if not peers:
         return []
     start = epoch * 5 % len(peers[0])  # 5 is prime to 32: all starts occur, neighbours far apart
-    return sorted(peers, key=lambda peer: peer[start:] + peer[:start])
+    # The sort is stable: peers that agree from there on stay in the order of their first bytes.
+    return sorted(sorted(peers), key=itemgetter(slice(start, None)))

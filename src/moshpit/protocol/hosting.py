@@ -57,14 +57,8 @@ def ranked(
     view: View, schema: bytes, epoch: int, group_size: int
 ) -> tuple[grid.Plan, list[PeerId]] | None:
     """Return the plan for the live peers of a schema, and who has which rank; None: no peers."""
-    peers: list[PeerId] = []
-    for peer in view.live:
-        record = view.record(peer)
-        if record is not None and record.schema == schema:
-            peers.append(peer)
-    if not peers:
-        return None
-    return grid.arrange(peers, epoch, group_size, lambda p: announcement.can_host(view, p))
+    peers = view.averaging(schema)
+    return grid.arrange(peers, epoch, group_size, view.dialable) if peers else None
 
 
 @dataclass(slots=True)
@@ -149,7 +143,9 @@ class Hosting:
     @property
     def wakeup(self) -> float | None:
         """When `tick` is due."""
-        return min((assembly.due() for assembly in self._assemblies.values()), default=None)
+        if not self._assemblies:
+            return None
+        return min(assembly.due() for assembly in self._assemblies.values())
 
     @property
     def assembling(self) -> tuple[GroupKey, ...]:

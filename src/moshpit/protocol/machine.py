@@ -332,6 +332,14 @@ class View(Protocol):
         """Believed alive, and not known to be cut off from this peer right now."""
         ...
 
+    def averaging(self, schema: bytes) -> Sequence[PeerId]:
+        """The live peers that average this schema, sorted by id. Not to be changed."""
+        ...
+
+    def dialable(self, peer: bytes, /) -> bool:
+        """Whether a peer can be dialled, as far as its record says, and so host and reduce."""
+        ...
+
     def linked(self, peer: bytes) -> bool:
         """Whether a connection to the peer exists, so that even a client can be told things."""
         ...

@@ -23,7 +23,7 @@ import msgspec
 
 from moshpit.config import SwarmConfig
 from moshpit.events import EpochReport, Notice, RoundReport
-from moshpit.protocol import announcement, grid
+from moshpit.protocol import grid
 from moshpit.protocol.allreduce import AllReduce
 from moshpit.protocol.course import Averaging, RunningRound
 from moshpit.protocol.machine import (
@@ -300,20 +300,17 @@ class Node:
         stale = self._missed >= STALE_EPOCHS or (not self._averaged and self._epoch > 0)
         weight = 0.0 if stale and not request.always_weighs else request.weight
         self._averaging = Averaging(request, now, [weight] * request.chunks)
-        peers = [p for p in self.view.live if self._meets(p, request.schema)]
+        view, me = self.view, self._signer.peer
+        peers = view.averaging(request.schema)
+        if view.me.schema != request.schema:
+            peers = sorted((*peers, me))
         self._averaging.planned = len(peers)
         if len(peers) == 1:
             self._end(effects, now)
             return
         size = self._config.matchmaking.group_size
-        plan, ranked = grid.arrange(
-            peers, self._epoch, size, lambda p: announcement.can_host(self.view, p)
-        )
-        self._seek(plan.path(ranked.index(self._signer.peer), 0), effects, now)
-
-    def _meets(self, peer: PeerId, schema: bytes) -> bool:
-        record = self.view.record(peer)
-        return peer == self._signer.peer or (record is not None and record.schema == schema)
+        plan, ranked = grid.arrange(peers, self._epoch, size, view.dialable)
+        self._seek(plan.path(ranked.index(me), 0), effects, now)
 
     def _seek(self, path: tuple[int, ...], effects: list[Effect], now: float) -> None:
         current = self._averaging
@@ -481,18 +478,22 @@ class Node:
             effects.append(AveragingDue(self._epoch))
 
     def _next_wakeup(self) -> float | None:
-        times = [self._membership.wakeup, self._matchmaker.wakeup]
-        times += [running.machine.wakeup for running in self._rounds.values()]
+        soonest = _sooner(self._membership.wakeup, self._matchmaker.wakeup)
+        for running in self._rounds.values():
+            soonest = _sooner(soonest, running.machine.wakeup)
         if self._averaging is None and self._due is None:
-            times.append(self._progress.wakeup)
-        soonest = min((t for t in times if t is not None), default=None)
-        if soonest is None:
-            return None
-        self._own_wakeup = soonest
-        return soonest + self._skew
+            soonest = _sooner(soonest, self._progress.wakeup)
+        if soonest is not None:
+            self._own_wakeup = soonest
+            soonest += self._skew
+        return soonest
 
     def __repr__(self) -> str:
         return f"<Node {short(self._signer.peer)} epoch {self._epoch}>"
+
+
+def _sooner(a: float | None, b: float | None) -> float | None:
+    return b if a is None or (b is not None and b < a) else a
 
 
 def _past(wakeup: float | None, now: float) -> bool:

@@ -22,11 +22,12 @@ from typing import Final, final
 
 import msgspec
 
-from moshpit.types import PeerId
+from moshpit.types import PeerId, Role
 from moshpit.wire.messages import PeerRecord
 
 BUCKETS: Final = 64  # by the first 6 bits of the id; guess: 16 records each at N=1000
 HASH_BYTES: Final = 8
+_DIALABLE: Final = frozenset(role.value for role in Role if role.reduces)
 
 
 class Status(StrEnum):
@@ -107,6 +108,10 @@ class LiveView:
         self._live: list[PeerId] = []
         self._ids: list[PeerId] = []
         self._hashes = [0] * BUCKETS
+        self._dialable: dict[bytes, None] = {}
+        self.dialable: Callable[[bytes], bool] = self._dialable.__contains__
+        """Whether a peer can be dialled, as far as its record says, and so host and reduce."""
+        self._averaging: tuple[int, bytes, list[PeerId]] = (-1, b"", [])
         self._watchers: list[Callable[[Entry], None]] = []
         self.links: dict[PeerId, None] = {}
         """To whom a connection exists, oldest first."""
@@ -137,6 +142,15 @@ class LiveView:
         entry = self.entries.get(peer)
         return entry is not None and not entry.cut and entry.status.live
 
+    def averaging(self, schema: bytes) -> Sequence[PeerId]:
+        """The live peers that average this schema, sorted by id. Not to be changed."""
+        generation, known, peers = self._averaging
+        if generation != self.generation or known != schema:
+            entries = self.entries
+            peers = [peer for peer in self._live if entries[peer].record.schema == schema]
+            self._averaging = (self.generation, schema, peers)
+        return peers
+
     def linked(self, peer: bytes) -> bool:
         """Whether a connection to the peer exists, so that even a client can be told things."""
         return peer in self.links
@@ -160,6 +174,8 @@ class LiveView:
         insort(self._live, peer)
         self._hashes[bucket_of(peer)] ^= entry.hash
         self.generation += 1
+        if record.role in _DIALABLE:
+            self._dialable[peer] = None
         self._tell(entry)
         return entry
 
@@ -174,6 +190,9 @@ class LiveView:
             entry.hash = new_hash
         if old.role != record.role or old.schema != record.schema:
             self.generation += 1
+            self._dialable.pop(record.peer, None)
+            if record.role in _DIALABLE:
+                self._dialable[record.peer] = None
         self._tell(entry)
 
     def mark(self, entry: Entry, status: Status, now: float) -> None:
@@ -202,6 +221,7 @@ class LiveView:
         """Drop a peer that is dead."""
         peer = PeerId(entry.record.peer)
         del self.entries[peer]
+        self._dialable.pop(peer, None)
         del self._ids[bisect_left(self._ids, peer)]
         self._tell(entry)
 
