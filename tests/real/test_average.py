@@ -1,9 +1,6 @@
-"""`Swarm.average` between real processes: exact means, quick meetings, cheap idling."""
+"""`Swarm.average` between real processes: exact means, every time."""
 
 from __future__ import annotations
-
-import statistics
-import time
 
 import pytest
 
@@ -25,33 +22,16 @@ def test_sixteen_processes_in_groups_of_four_hold_the_exact_weighted_mean() -> N
 
 
 @pytest.mark.timeout(240)
-def test_groups_of_sixteen_meet_at_once_and_idle_for_nothing() -> None:
+def test_a_group_of_sixteen_meets_a_hundred_times_without_a_failure() -> None:
+    """How fast it does is for benchmarks/meeting.py to say."""
     with real_swarm(1_000) as swarm:
         swarm.start(16)
-        delays: list[float] = []
         for _ in range(100):
-            swarm.begin(swarm.peers)
-            arrivals = [p.expect("averaging")["at"] for p in swarm.peers]
-            results = [p.expect("averaged") for p in swarm.peers]
+            results = swarm.average(swarm.peers)
             rounds = [r["rounds"][0] for r in results]
             assert {r["outcome"] for r in rounds} == {"complete"}
             assert {len(r["peers"]) for r in rounds} == {16}
-            formed = [a + r["meeting_s"] for a, r in zip(arrivals, rounds, strict=True)]
-            delays.append(max(formed) - max(arrivals))
-        assert statistics.median(delays) < 0.05, sorted(delays)
-
-        # One more peer waits alone for nobody, the others idle: what does it cost?
-        before = [_cpu(p) for p in swarm.peers]
-        time.sleep(10.0)  # the measured span, not a hope
-        after = [_cpu(p) for p in swarm.peers]
-        shares = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in zip(before, after, strict=True)]
-        assert statistics.mean(shares) < 0.02, shares
-
-
-def _cpu(peer: object) -> tuple[float, float]:
-    peer.tell("cpu")  # type: ignore[attr-defined]
-    event = peer.expect("cpu")  # type: ignore[attr-defined]
-    return event["process_s"], event["at"]
+            assert len({r["digest"] for r in results}) == 1
 
 
 def test_a_peer_alone_averages_with_itself() -> None:
