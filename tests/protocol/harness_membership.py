@@ -26,7 +26,9 @@ from moshpit.protocol.membership import Membership
 from moshpit.protocol.view import Status
 from moshpit.sim.signer import SIM_ADMISSION, SimSigner
 from moshpit.types import PeerId
-from moshpit.wire.messages import Message, PeerRecord
+from moshpit.wire.messages import Ack, Gossip, Message, News, PeerRecord, Ping
+
+QUIET = MembershipConfig(exchange_interval_s=1e6)  # no exchanges of digests in between
 
 
 def peer_id(number: int) -> PeerId:
@@ -75,6 +77,26 @@ def machine(
         random.Random(f"{seed}/{number}"),
         now,
     )
+
+
+def knowing(*numbers: int, config: MembershipConfig = QUIET) -> Membership:
+    """Peer 0, which knows these peers and has nothing left to tell."""
+    made = machine(0, config=config)
+    for number in numbers:
+        records = (signed(record_of(number)),)
+        made.handle(Received(peer_id(number), News(Gossip(records))), 0.0)
+    for _ in range(20):
+        for number in numbers:
+            made.handle(Received(peer_id(number), Ping(1)), 0.5)
+    asker = peer_id(numbers[0])
+    assert made.handle(Received(asker, Ping(1)), 0.5) == [Send(asker, Ack(1))]
+    return made
+
+
+def tick(made: Membership, now: float | None = None) -> tuple[float, list[Effect]]:
+    at = made.wakeup if now is None else now
+    assert at is not None
+    return at, made.handle(Tick(), at)
 
 
 @dataclass

@@ -13,7 +13,6 @@ from moshpit.events import Notice
 from moshpit.protocol.gossip import PAGE_ITEMS, Rumors, pages
 from moshpit.protocol.judge import RECORD_BYTES_MAX, record_flaw
 from moshpit.protocol.machine import Effect, Emit, LinkDown, LinkUp, Received, Send, Tick
-from moshpit.protocol.membership import Membership
 from moshpit.protocol.view import BUCKETS, Status
 from moshpit.wire.messages import (
     NO_GOSSIP,
@@ -31,35 +30,16 @@ from moshpit.wire.messages import (
     ViewAsk,
 )
 
-from .harness_membership import machine, peer_id, record_of, signed
+from .harness_membership import QUIET, knowing, machine, peer_id, record_of, signed, tick
 
-CONFIG = MembershipConfig(exchange_interval_s=1e6)
+CONFIG = QUIET
 ME, A, B, C = (peer_id(n) for n in range(4))
-
-
-def knowing(*numbers: int, config: MembershipConfig = CONFIG) -> Membership:
-    """Peer 0, which knows these peers and has nothing left to tell."""
-    made = machine(0, config=config)
-    for number in numbers:
-        records = (signed(record_of(number)),)
-        made.handle(Received(peer_id(number), News(Gossip(records))), 0.0)
-    for _ in range(20):
-        for number in numbers:
-            made.handle(Received(peer_id(number), Ping(1)), 0.5)
-    assert made.handle(Received(A, Ping(1)), 0.5) == [Send(A, Ack(1))]
-    return made
 
 
 def pinged(effects: list[Effect]) -> Ping:
     [send] = [e for e in effects if isinstance(e, Send) and isinstance(e.message, Ping)]
     assert isinstance(send.message, Ping)
     return send.message
-
-
-def tick(made: Membership, now: float | None = None) -> tuple[float, list[Effect]]:
-    at = made.wakeup if now is None else now
-    assert at is not None
-    return at, made.handle(Tick(), at)
 
 
 def suspicion(number: int, by: int = 0, dead: bool = False, incarnation: int = 0) -> Suspicion:
@@ -416,30 +396,6 @@ def test_a_client_publishes_the_dialable_peers_it_has_links_with() -> None:
     assert made.view.me.via == (A, C, peer_id(4))
     made.handle(LinkDown(A, False, ""), 1.0)
     assert made.view.me.via == (C, peer_id(4))
-
-
-def test_a_client_publishes_a_peer_whose_record_came_after_the_link() -> None:
-    made = machine(0, role="client", addresses=())
-    made.handle(LinkUp(A), 0.0)
-    made.handle(Received(A, News(Gossip((signed(record_of(1)),)))), 0.1)
-    tick(made)
-    assert made.view.me.via == (A,)
-
-
-def test_a_lost_client_that_nobody_else_is_known_to_reach_is_suspected() -> None:
-    made = knowing(1, 2)
-    client = signed(record_of(3, role="client", addresses=(), via=()))
-    made.handle(LinkUp(C), 1.0)
-    made.handle(Received(C, News(Gossip((client,)))), 1.0)
-    made.handle(LinkDown(C, False, "gone"), 2.0)
-    assert made.view.status(C) is Status.SUSPECT
-    now = 2.0
-    while now < 20.0 and made.view.status(C) is not Status.DEAD:
-        now, effects = tick(made)
-        for effect in effects:
-            if isinstance(effect, Send) and isinstance(effect.message, Ping):
-                made.handle(Received(effect.peer, Ack(effect.message.seq)), now)
-    assert made.view.status(C) is Status.DEAD
 
 
 def test_own_failures_make_a_peer_patient() -> None:

@@ -216,10 +216,7 @@ class Membership:
         if not about:
             return gossip
         first = gossip_of(about)
-        return Gossip(
-            first.records + gossip.records,
-            first.suspicions + gossip.suspicions,
-        )
+        return Gossip(first.records + gossip.records, first.suspicions + gossip.suspicions)
 
     def _push(self) -> None:
         for peer in self._some(PUSH_FANOUT):
@@ -412,6 +409,9 @@ class Membership:
     def _probe_next(self, now: float) -> None:
         for peer in list(self._roster.accused)[:SUSPECTS_PROBED_MAX]:
             self._probe(self.view.entries[peer], now)
+        cut = self.view.next_cut()
+        if cut is not None:
+            self._probe(cut, now)
         if self._intervals % RECONNECT_INTERVALS == 0:
             self._reconnect()
         for _ in range(2):

@@ -146,8 +146,12 @@ class Roster:
             if entry.status.live:
                 self._bury(entry, Status.LEFT, now)
                 self._say("peer-left", entry)
-        elif entry.status is not Status.ALIVE and record.incarnation > old.incarnation:
-            self._acquit(entry, now)
+        elif record.incarnation > old.incarnation:
+            # A new life, or a refutation: what was found out about the old one counts no more.
+            self.view.cut(entry, False)
+            entry.refused_at = -inf
+            if entry.status is not Status.ALIVE:
+                self._acquit(entry, now)
         if spread:
             self.rumors.add(record)
             self.urgent |= not same_standing(old, record)

@@ -111,6 +111,7 @@ class LiveView:
         self._dialable: dict[bytes, None] = {}
         self.dialable: Callable[[bytes], bool] = self._dialable.__contains__
         """Whether a peer can be dialled, as far as its record says, and so host and reduce."""
+        self._cuts: dict[PeerId, None] = {}
         self._averaging: tuple[int, bytes, list[PeerId]] = (-1, b"", [])
         self._watchers: list[Callable[[Entry], None]] = []
         self.links: dict[PeerId, None] = {}
@@ -216,6 +217,21 @@ class LiveView:
         if entry.cut != cut and entry is not self._me:
             entry.cut = cut
             self.generation += 1
+            if cut:
+                self._cuts[PeerId(entry.record.peer)] = None
+            else:
+                self._cuts.pop(PeerId(entry.record.peer), None)
+
+    def next_cut(self) -> Entry | None:
+        """Return one of the live that cannot be had from here, another one each time."""
+        while self._cuts:
+            peer = next(iter(self._cuts))
+            del self._cuts[peer]
+            entry = self.entries.get(peer)
+            if entry is not None and entry.status.live:
+                self._cuts[peer] = None
+                return entry
+        return None
 
     def forget(self, entry: Entry) -> None:
         """Drop a peer that is dead."""

@@ -1,0 +1,69 @@
+"""Who can be had: peers that came back, silent ones, and clients behind routers."""
+
+from __future__ import annotations
+
+from moshpit.protocol.machine import LinkDown, LinkUp, Received, Send
+from moshpit.protocol.view import Status
+from moshpit.types import PeerId
+from moshpit.wire.messages import (
+    Ack,
+    Gossip,
+    News,
+    Ping,
+    PingReq,
+)
+
+from .harness_membership import knowing, machine, peer_id, record_of, signed, tick
+
+A, B, C = (peer_id(n) for n in (1, 2, 3))
+
+
+def test_a_client_publishes_a_peer_whose_record_came_after_the_link() -> None:
+    made = machine(0, role="client", addresses=())
+    made.handle(LinkUp(A), 0.0)
+    made.handle(Received(A, News(Gossip((signed(record_of(1)),)))), 0.1)
+    tick(made)
+    assert made.view.me.via == (A,)
+
+
+def test_a_lost_client_that_nobody_else_is_known_to_reach_is_suspected() -> None:
+    made = knowing(1, 2)
+    client = signed(record_of(3, role="client", addresses=(), via=()))
+    made.handle(LinkUp(C), 1.0)
+    made.handle(Received(C, News(Gossip((client,)))), 1.0)
+    made.handle(LinkDown(C, False, "gone"), 2.0)
+    assert made.view.status(C) is Status.SUSPECT
+    now = 2.0
+    while now < 20.0 and made.view.status(C) is not Status.DEAD:
+        now, effects = tick(made)
+        for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, Ping):
+                made.handle(Received(effect.peer, Ack(effect.message.seq)), now)
+    assert made.view.status(C) is Status.DEAD
+
+
+def test_a_new_life_is_reachable_whatever_was_found_out_about_the_old_one() -> None:
+    made = knowing(1, 2)
+    made.handle(LinkDown(A, True, "nobody listens"), 1.0)
+    assert not made.view.reachable(A)
+    made.handle(Received(B, News(Gossip((signed(record_of(1, incarnation=2)),)))), 1.1)
+    assert made.view.reachable(A)
+
+
+def test_those_that_cannot_be_had_are_probed_before_others() -> None:
+    made = knowing(*range(1, 40))
+    made.silent(A, 1.0)
+    made.silent(B, 1.0)
+    targets: list[PeerId] = []
+    now = 1.0
+    while now < 5.0:
+        now, effects = tick(made)
+        for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, Ping):
+                targets.append(effect.peer)
+                if effect.peer not in (A, B):
+                    made.handle(Received(effect.peer, Ack(effect.message.seq)), now)
+            elif isinstance(effect, Send) and isinstance(effect.message, PingReq):
+                made.handle(Received(effect.peer, Ack(effect.message.seq)), now)
+    assert targets.count(A) >= 2
+    assert targets.count(B) >= 2
