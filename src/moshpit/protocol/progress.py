@@ -174,7 +174,8 @@ class Progress:
         self._weigh(line, 1)
         if line.ends < inf:
             heappush(self._ends, (line.ends, peer))
-        return old is None or not (old.epoch == line.epoch == self._epoch and old.live == line.live)
+        # What this epoch's own group holds is in no sum over groups.
+        return not (line.epoch == self._epoch and (old is None or old.epoch == self._epoch))
 
     def _weigh(self, line: _Line, sign: int) -> None:
         group = self._groups.get(line.epoch)
