@@ -104,7 +104,8 @@ class Self:
         sealed: whether bulk data is encrypted here; both sides must agree.
         listens: whether others can dial this peer.
         instance: a random name of this process, 16 bytes.
-        judge: given a peer and its admission, what is wrong with it: a reason code, or "".
+        judge: given a peer, its admission, and whether it is the side that was dialled: what is
+            wrong with it, as a reason code, or "".
         certificate: the DER bytes of the certificate that dialers see.
     """
 
@@ -114,7 +115,7 @@ class Self:
     sealed: bool
     listens: bool
     instance: bytes
-    judge: Callable[[PeerId, Admission], str]
+    judge: Callable[[PeerId, Admission, bool], str]
     certificate: bytes
 
 
@@ -214,7 +215,7 @@ def _check(context: bytes, me: Self, greeting: Greeting, proof: _Proof, link: Co
         )
     link.proved = PeerId(proof.peer)
     named = f"{short(proof.peer)} at {where}"
-    fault = me.judge(PeerId(proof.peer), proof.admission)
+    fault = me.judge(PeerId(proof.peer), proof.admission, context == _SERVER)
     if fault:
         raise AdmissionError(named, fault, _ADVICE.get(fault, ""))
     if proof.sealed != me.sealed:

@@ -325,9 +325,13 @@ class TcpTransport(Transport):
     def _handler_soon(self, notice: Notice) -> None:
         self._loop.call_soon(self._handler.on_notice, notice)
 
-    def _judge(self, peer: PeerId, admission: Admission) -> str:
-        """Say what is wrong with a peer's admission; who was in may come back late."""
-        was_in = peer in self._proved_before or self._known(peer)
+    def _judge(self, peer: PeerId, admission: Admission, dialled: bool) -> str:
+        """Say what is wrong with a peer's admission.
+
+        Expiry keeps out who is new. Not so who was in before, and not a peer that was dialled:
+        its address is in the ticket or in a member's record, and members outlive their invites.
+        """
+        was_in = dialled or peer in self._proved_before or self._known(peer)
         return admission_fault(admission, self._run, peer, None if was_in else self._now())
 
     # --- dialling -------------------------------------------------------------------------
