@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from moshpit.config import MembershipConfig
 from moshpit.protocol.machine import LinkDown, LinkUp, Received, Send
 from moshpit.protocol.view import Status
 from moshpit.types import PeerId
 from moshpit.wire.messages import (
     Ack,
+    Digest,
     Gossip,
     News,
     Ping,
@@ -67,3 +69,19 @@ def test_those_that_cannot_be_had_are_probed_before_others() -> None:
                 made.handle(Received(effect.peer, Ack(effect.message.seq)), now)
     assert targets.count(A) >= 2
     assert targets.count(B) >= 2
+
+
+def test_the_one_that_can_be_dialled_is_found_among_many_that_cannot() -> None:
+    made = knowing(1, config=MembershipConfig(exchange_interval_s=1.0))
+    clients = tuple(signed(record_of(n, role="client", addresses=())) for n in range(2, 60))
+    made.handle(Received(A, News(Gossip(clients))), 1.0)
+    now, exchanges = 1.0, 0
+    while now < 10.0:
+        now, effects = tick(made)
+        for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, Digest):
+                assert effect.peer == A
+                exchanges += 1
+            if isinstance(effect, Send) and isinstance(effect.message, Ping):
+                made.handle(Received(effect.peer, Ack(effect.message.seq)), now)
+    assert exchanges >= 5

@@ -32,6 +32,12 @@ def test_invariants_hold(name: str, seed: int) -> None:
     assert result.rounds["complete"] > result.rounds["partial"]
 
 
+@pytest.mark.parametrize("name", ["calm", *SMALL])
+def test_invariants_hold_in_small_swarms_under_thirty_seeds(name: str) -> None:
+    failed = [result for seed in range(30) if not (result := run(load(name), seed, 7)).ok]
+    assert not failed, "\n".join(map(explain, failed))
+
+
 @pytest.mark.parametrize("peers", [1, 2, 3, 5, 7, 13, 16, 17, 23, 50])
 def test_calm_swarms_are_exact_for_every_number_of_peers(peers: int) -> None:
     result = run(load("calm"), peers, peers)

@@ -24,6 +24,7 @@ What is believed, and why, is in `roster`; this file is about when to say what t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from math import inf
 from typing import Any, Final, final
 
@@ -182,13 +183,8 @@ class Membership:
         return out
 
     def _next(self) -> float:
-        return min(
-            self._probe_at,
-            self._exchange_at,
-            self._push_at,
-            self._probes.wakeup,
-            self._roster.wakeup,
-        )
+        own = min(self._probe_at, self._exchange_at, self._push_at)
+        return min(own, self._probes.wakeup, self._roster.wakeup)
 
     def _timers(self, now: float) -> None:
         for probe in self._probes.expired(now):
@@ -235,16 +231,16 @@ class Membership:
 
     def _some(self, count: int, but: bytes = b"") -> list[PeerId]:
         """Return up to ``count`` random peers that can be reached."""
-        live = self.view.live
+        live, randrange = self.view.live, self._rng.randrange
+        first = self._intervals % len(live)
+        draws = (live[randrange(len(live))] for _ in range(4 * count))
         chosen: list[PeerId] = []
-        for _ in range(4 * count):
-            peer = live[self._rng.randrange(len(live))]
-            if peer in (self._me, but) or peer in chosen:
-                continue
-            if self._can_reach(self.view.entries[peer]):
+        # Where nearly all are clients, luck alone finds nobody.
+        for peer in chain(draws, live[first:], live[:first]):
+            if len(chosen) == count:
+                break
+            if peer not in (self._me, but, *chosen) and self._can_reach(self.view.entries[peer]):
                 chosen.append(peer)
-                if len(chosen) == count:
-                    break
         return chosen
 
     # --- messages -------------------------------------------------------------------------
