@@ -24,7 +24,7 @@ def explain(result: Result) -> str:
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 def test_invariants_hold(name: str, seed: int) -> None:
     result = run(load(name), seed)
     assert result.ok, explain(result)
