@@ -73,7 +73,8 @@ PAUSE_MIN_S = 0.4  # guess: a wake-up later than this is a pause of this process
 CLOSED_KEPT = 64  # guess: how many finished groups are remembered, to answer RoundOver
 STALE_EPOCHS = 2  # guess: missing so many epochs makes one's own value worthless
 MISFITS_MAX = 64  # guess: peers with another model that are named
-PUBLISHERS = 64  # guess: how many peers of a large swarm publish a new epoch at once
+PUBLISH_ALWAYS = 64  # guess: in a swarm of at most so many everybody publishes a new epoch
+PUBLISHERS = 16  # guess: how many do in a larger one
 
 
 class Node:
@@ -389,7 +390,7 @@ class Node:
         self._progress.advance(epoch, now)
         live = len(self.view.live)
         # In a large swarm a sample of the peers tells the rest; the others extrapolate.
-        if live <= PUBLISHERS or self._rng.random() < PUBLISHERS / live:
+        if live <= PUBLISH_ALWAYS or self._rng.random() < PUBLISHERS / live:
             effects += self._membership.publish(now, epoch=epoch, samples=0.0)
 
     def _go_to(self, epoch: int, effects: list[Effect], now: float) -> None:

@@ -98,6 +98,11 @@ class Trainer:
         else:
             self.phase = Phase.IDLE
 
+    def rest(self) -> None:
+        """Begin no epoch of its own any more; come to those of others when called."""
+        self._life += 1
+        self.phase = Phase.IDLE
+
     def stop(self) -> None:
         """Do nothing any more: the process has ended or stands still."""
         self._life += 1

@@ -69,6 +69,7 @@ class World:
         self.processes: list[Process] = []
         self.top_epoch = 0
         self.finished = False
+        self._draining = False
         self._seed = seed
         self._rng = self._generator("world")
         self._by_peer: dict[PeerId, Process] = {}
@@ -144,6 +145,7 @@ class World:
         self.schedule.at(POLL_S, self._poll)
         self.finished = self.schedule.run(checks.time_limit_s)
         if self.finished:
+            self._draining = True
             self.schedule.run(self.schedule.now + checks.drain_s)
         self.checkers.finish(
             self.schedule.now, self.living(), self.faults.healed_epoch, self.finished
@@ -455,4 +457,7 @@ class World:
             self.top_epoch = effect.next_epoch
             self.faults.epoch_reached(self.top_epoch)
         if process.trainer.phase is Phase.AVERAGING and not process.leaving:
-            process.trainer.work()
+            if self._draining and process.node.epoch > self.scenario.swarm.epochs:
+                process.trainer.rest()
+            else:
+                process.trainer.work()
