@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from moshpit.identity.tickets import RunKey
+
 from .conftest import Moshpit
+
+TICKET = RunKey.generate().invite().ticket(()).encode()
 
 
 def write(folder: Path, text: str, name: str = "train.py") -> str:
@@ -29,7 +33,7 @@ def test_script_sees_its_arguments_and_its_folder(moshpit: Moshpit, tmp_path: Pa
         "assert sys.modules['__main__'].__file__ == __file__\n"
         "print(sys.argv, helper.WORD)\n",
     )
-    done = moshpit("run", "--ticket", "T", script, "--ticket", "mine", "-x", "--", "--help")
+    done = moshpit("run", "--ticket", TICKET, script, "--ticket", "mine", "-x", "--", "--help")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{[script, '--ticket', 'mine', '-x', '--', '--help']} beside\n"
 
@@ -39,13 +43,13 @@ def test_settings_reach_the_script(moshpit: Moshpit, tmp_path: Path) -> None:
         tmp_path, "from moshpit.runtime.ambient import get_ambient\nprint(get_ambient())\n"
     )
     done = moshpit(
-        *("run", "--ticket", "T", "--role", "client", "--listen", "[::]:7000"),
+        *("run", "--ticket", TICKET, "--role", "client", "--listen", "[::]:7000"),
         *("--advertise", "h:7001", "--preset", "internet", "--plaintext"),
         *("--identity", "me.key", script),
     )
     assert done.returncode == 0, done.stderr
     for part in (
-        "ticket='T'",
+        f"ticket='{TICKET}'",
         "CLIENT",
         "listen='[::]:7000'",
         "advertise='h:7001'",

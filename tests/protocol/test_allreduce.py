@@ -29,7 +29,7 @@ from moshpit.protocol.machine import (
 )
 from moshpit.protocol.serving import SERVED_FACTOR
 from moshpit.sim.signer import SimSigner
-from moshpit.types import PeerId
+from moshpit.types import PeerId, short
 from moshpit.wire.framing import ChunkHeader, ChunkKind
 from moshpit.wire.messages import (
     Beat,
@@ -546,7 +546,7 @@ def test_strangers_are_named_and_ignored() -> None:
     for effects in (got(machine, stranger, BEAT), chunk(machine, stranger, 0)):
         assert isinstance(effects[0], Emit)
         assert effects[0].notice.code == "stranger"
-        assert stranger.hex() in effects[0].notice.detail
+        assert short(stranger) in effects[0].notice.detail
 
 
 def test_two_clients_leave_each_other_alone() -> None:

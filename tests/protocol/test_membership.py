@@ -14,6 +14,7 @@ from moshpit.protocol.gossip import PAGE_ITEMS, Rumors, pages
 from moshpit.protocol.judge import RECORD_BYTES_MAX, record_flaw
 from moshpit.protocol.machine import Effect, Emit, LinkDown, LinkUp, Received, Send, Tick
 from moshpit.protocol.view import BUCKETS, Status
+from moshpit.types import short
 from moshpit.wire.messages import (
     NO_GOSSIP,
     Ack,
@@ -167,7 +168,7 @@ def test_two_refusals_are_death_at_once() -> None:
     assert not made.view.reachable(C)
     assert made.view.status(C) is Status.ALIVE
     effects = made.handle(Received(A, News(Gossip((), (suspicion(3, by=1),)))), 1.01)
-    assert effects[0] == Emit(Notice("peer-dead", C, f"by {A.hex()[:8]}"))
+    assert effects[0] == Emit(Notice("peer-dead", C, f"by {short(A)}"))
     assert made.view.status(C) is Status.DEAD
 
 

@@ -388,16 +388,27 @@ def test_a_clip_that_makes_no_sense_is_refused():
 def test_gradients_at_different_parameters_are_not_mixed(memory_swarm, together):
     swarm = memory_swarm(2)
     trainers = [Trainer(p, GradientAveraging(1e9), seed=i) for i, p in enumerate(swarm.peers)]
+    for t in trainers:
+        t.step()
     with torch.no_grad():
         next(iter(trainers[1].model.parameters())).add_(0.1)
     before = [t.bytes() for t in trainers]
-    for t in trainers:
-        t.step()
 
     def finish(trainer):
-        with pytest.raises(DriftError, match=r"different parameters.*manual_seed"):
+        with pytest.raises(DriftError, match=r"different parameters.*wait_for_peers"):
             trainer.opt.finish()
 
     together(*[lambda t=t: finish(t) for t in trainers])
     for trainer, bytes_before in zip(trainers, before, strict=True):
         assert torch.equal(trainer.bytes(), bytes_before), "a step was made all the same"
+
+
+def test_peers_that_start_from_other_parameters_have_another_schema(memory_swarm):
+    models = [nn.Linear(4, 2) for _ in range(3)]
+    models[1].load_state_dict(models[0].state_dict())
+    peers = memory_swarm(3).peers
+    for peer, model in zip(peers, models, strict=True):
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        Trainer(peer, GradientAveraging(1e9), model=model, inner=inner)
+    schemas = [peer.attached[0] for peer in peers]
+    assert schemas[0] == schemas[1] != schemas[2]

@@ -43,7 +43,8 @@ def peers(
         # ask another peer than those in the ticket
         moshpit peers --ticket $T --at 10.0.0.7:7000
         # addresses of all that are up
-        moshpit peers --ticket $T --json | jq -r '.peers[].addresses[0]'
+        moshpit peers --ticket $T --json \\
+            | jq -r '.peers[] | select(.state == "up") | .addresses[0] // empty'
     """  # fmt: skip
     admitted = Ticket.decode(ticket)
     addresses = [Address.parse(a) for a in at] if at else admitted.addresses
@@ -93,7 +94,7 @@ def show(found: Visit) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("peer", "state", "role"):
         table.add_column(name, no_wrap=True)
-    for name in ("epoch", "samples", "samples/s", "bandwidth"):
+    for name in ("epoch", "samples/s", "bandwidth"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("address", overflow="fold")
     for r in found.records:
@@ -103,7 +104,6 @@ def show(found: Visit) -> None:
             state_of(r, found),
             r.role,
             str(r.epoch),
-            f"{r.samples:.0f}",
             f"{r.rate:.1f}",
             f"{human_bytes(bandwidth)}/s" if bandwidth else "?",
             str(Address(*r.addresses[0])) if r.addresses else "none",

@@ -19,6 +19,7 @@ import typer
 from moshpit.cli import output
 from moshpit.cli.parse import duration_s
 from moshpit.errors import ConfigError, MoshpitError
+from moshpit.identity.tickets import Ticket
 from moshpit.runtime.ambient import JoinSettings, set_ambient
 from moshpit.types import Address, Role
 
@@ -105,6 +106,8 @@ def run(  # noqa: PLR0917 - typer reads the parameters
     for address in (listen, advertise):
         if address is not None:
             Address.parse(address)
+    if ticket is not None:
+        Ticket.decode(ticket)  # now, not when the script has loaded its data and joins
     set_ambient(
         JoinSettings(
             ticket=ticket,

@@ -43,7 +43,7 @@ from moshpit.protocol.round import Round
 from moshpit.protocol.seating import bits
 from moshpit.protocol.serving import Serving
 from moshpit.protocol.takeover import Takeovers
-from moshpit.types import GroupId, PeerId
+from moshpit.types import GroupId, PeerId, short
 from moshpit.wire.framing import ChunkHeader, ChunkKind
 from moshpit.wire.messages import (
     Beat,
@@ -278,7 +278,7 @@ class AllReduce:
                 pass
 
     def _stranger(self, peer: PeerId, what: str) -> None:
-        self._round.notice("stranger", None, f"{what} from {peer.hex()}, who is not in the group")
+        self._round.notice("stranger", None, f"{what} from {short(peer)}, who is not in the group")
 
     def _over(self, seat: int, now: float) -> None:
         """A seat has nothing to do with this round any more."""

@@ -53,7 +53,7 @@ from moshpit.protocol.matchmaking import Matchmaker
 from moshpit.protocol.membership import Membership
 from moshpit.protocol.progress import Progress
 from moshpit.protocol.view import Entry
-from moshpit.types import GroupId, PeerId, Role, short
+from moshpit.types import GroupId, PeerId, Role
 from moshpit.wire.messages import (
     MATCHMAKING_MESSAGES,
     MEMBERSHIP_MESSAGES,
@@ -73,12 +73,12 @@ PAUSE_MIN_S = 0.4  # guess: a wake-up later than this is a pause of this process
 CLOSED_KEPT = 64  # guess: how many finished groups are remembered, to answer RoundOver
 STALE_EPOCHS = 2  # guess: missing so many epochs makes one's own value worthless
 MISFITS_MAX = 64  # guess: peers with another model that are named
-PUBLISH_ALWAYS = 64  # guess: in a swarm of at most so many everybody publishes a new epoch
-PUBLISHERS = 16  # guess: how many do in a larger one
+PUBLISH_ALWAYS = 64  # guess: up to so many peers, all publish a new epoch
+PUBLISHERS = 16  # guess: how many do in a larger swarm
 
 
 class Node:
-    """All of a peer's protocol. Implements `moshpit.protocol.machine.Machine`.
+    """All of a peer's protocol (implements `moshpit.protocol.machine.Machine`).
 
     Args:
         signer: the peer's keys.
@@ -391,7 +391,7 @@ class Node:
         live = len(self.view.live)
         # In a large swarm a sample of the peers tells the rest; the others extrapolate.
         if live <= PUBLISH_ALWAYS or self._rng.random() < PUBLISHERS / live:
-            effects += self._membership.publish(now, epoch=epoch, samples=0.0)
+            effects += self._membership.publish(now, epoch=epoch, **self._progress.pace())
 
     def _go_to(self, epoch: int, effects: list[Effect], now: float) -> None:
         """Follow the swarm to a later epoch without having averaged the ones between."""
@@ -488,9 +488,6 @@ class Node:
             self._own_wakeup = soonest
             soonest += self._skew
         return soonest
-
-    def __repr__(self) -> str:
-        return f"<Node {short(self._signer.peer)} epoch {self._epoch}>"
 
 
 def _sooner(a: float | None, b: float | None) -> float | None:

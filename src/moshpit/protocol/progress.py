@@ -199,6 +199,10 @@ class Progress:
 
     # --- this peer's own reports ----------------------------------------------------------
 
+    def pace(self) -> dict[str, object]:
+        """Return what a record of a new epoch says beside the epoch: nothing done, as fast."""
+        return {"samples": 0.0, "rate": self._rate, "step_s": self._step_s}
+
     def local(
         self, samples: float, rate: float, step_s: float, now: float
     ) -> dict[str, object] | None:

@@ -28,7 +28,7 @@ from moshpit.protocol.gossip import Rumor, Rumors, gossip_of, suspicion_of
 from moshpit.protocol.judge import COUNTER_MAX, record_flaw, suspicion_flaw
 from moshpit.protocol.machine import Effect, Emit, Send, Signer
 from moshpit.protocol.view import Entry, LiveView, Status, same_standing
-from moshpit.types import PeerId, Role
+from moshpit.types import PeerId, Role, short
 from moshpit.wire.messages import Gossip, News, PeerRecord, Suspicion
 
 SPREAD_MAX: Final = 96  # guess: longer lists of records are not passed on as rumours
@@ -281,7 +281,7 @@ class Roster:
                 self.view.forget(entry)
 
     def _say(self, code: str, entry: Entry, by: bytes | None = None) -> None:
-        detail = "" if by is None or by == self.me else f"by {bytes(by).hex()[:8]}"
+        detail = "" if by is None or by == self.me else f"by {short(bytes(by))}"
         self.out.append(Emit(Notice(code, PeerId(entry.record.peer), detail)))
 
     # --- telling those concerned ----------------------------------------------------------

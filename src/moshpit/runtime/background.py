@@ -8,7 +8,6 @@ side is touched in that thread only; the trainer asks through `call` and `post`.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import sys
 import threading
 from collections.abc import Callable, Coroutine
@@ -44,6 +43,10 @@ class NetworkThread:
         try:
             self._loop.run_forever()
         finally:
+            left = asyncio.all_tasks(self._loop)
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
 
@@ -60,7 +63,7 @@ class NetworkThread:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(timeout_s)
-        except concurrent.futures.TimeoutError:
+        except BaseException:  # also KeyboardInterrupt: nobody waits for it any more
             future.cancel()
             raise
 

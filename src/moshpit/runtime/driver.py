@@ -63,6 +63,7 @@ from moshpit.wire.framing import ChunkHeader
 from moshpit.wire.messages import HELP_MESSAGES, Admission, AnyMessage, PeerRecord
 
 CONTACT_RETRY_S = 3.0  # guess: how often the ticket's addresses are tried while alone
+CONTACT_RETRY_FIRST_S = 0.2  # guess: the first pause; the others often start at the same time
 REFUSED_FOR_GOOD = frozenset(
     {"other-version", "other-run", "not-admitted", "expired", "duplicate-key", "plaintext-mismatch"}
 )
@@ -133,6 +134,7 @@ class Driver:
         self._busy = True  # until there is a node, events wait
         self._pending: deque[Event] = deque()
         self._contacts: Sequence[Address] = ()
+        self._failed_contacts: dict[Address, None] = {}
         self._contact_task: asyncio.Task[None] | None = None
         self._waiters: list[tuple[Callable[[View], bool], asyncio.Future[None]]] = []
         self._generation = -1
@@ -174,15 +176,20 @@ class Driver:
         for address, result in zip(self._contacts, results, strict=True):
             if isinstance(result, MoshpitError):
                 errors.append(result)
-                self._tell(Notice("contact-failed", None, f"{address}: {result}"))
+                if address not in self._failed_contacts:
+                    self._failed_contacts[address] = None
+                    detail = f"{result}; trying again until somebody is found"
+                    self._tell(Notice("contact-failed", None, detail))
             elif isinstance(result, BaseException):
                 raise result
         return errors if len(errors) == len(self._contacts) else []
 
     async def _keep_contact(self) -> None:
         """While nobody else is known, go on trying: the first peer may just not be up yet."""
+        pause_s = CONTACT_RETRY_FIRST_S
         while not self._closed:
-            await asyncio.sleep(CONTACT_RETRY_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, CONTACT_RETRY_S)
             if len(self.node.view.live) == 1:
                 await self._dial_contacts()
 

@@ -117,7 +117,7 @@ def join(
         transport,
         config,
         contacts=admitted.addresses,
-        advertise=[Address.parse(settings.advertise)] if settings.advertise else (),
+        advertise=_advertise(settings.advertise),
         bandwidth=(bandwidth_mbit or 0.0) * MBIT,
     )
     joined.append(swarm)
@@ -138,6 +138,15 @@ def _listen(text: str | None, role: Role) -> Address | None:
             raise ConfigError("a client cannot be dialled, so it does not listen; drop `listen`")
         return None
     return ANYWHERE if text is None else Address.parse(text)
+
+
+def _advertise(text: str | None) -> tuple[Address, ...]:
+    if text is None:
+        return ()
+    address = Address.parse(text)
+    if address.port == 0 or address.host in ("0.0.0.0", "::"):
+        raise ConfigError(f"advertise {text!r}: others cannot dial that; give host:port")
+    return (address,)
 
 
 def _config(

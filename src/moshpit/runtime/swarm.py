@@ -206,7 +206,13 @@ class Swarm:
 
         Raises:
             LayoutError: the others average something else.
+            ConfigError: this is an aux peer.
         """
+        if self.role is Role.AUX:
+            raise ConfigError(
+                "an aux peer has no values of its own: it reduces for others and takes no script. "
+                "Start it with `moshpit run --role aux --ticket ...`, or be a worker or a client"
+            )
         wire_schema = schema + numel.to_bytes(NUMEL_BYTES, "little")
         if (wire_schema, samples_per_epoch) == (self._schema, self._target):
             return False
@@ -352,7 +358,8 @@ class Swarm:
     def _on_notice(self, notice: Notice) -> None:
         level = logging.INFO if notice.code in _QUIET else logging.WARNING
         who = f" {short(notice.peer)}" if notice.peer is not None else ""
-        log.log(level, "%s%s: %s", notice.code, who, notice.detail)
+        detail = f": {notice.detail}" if notice.detail else ""
+        log.log(level, "%s%s%s", notice.code, who, detail)
 
 
 def _all_attached(view: View) -> bool:
@@ -369,5 +376,6 @@ def _check_others(view: View, me: PeerId, schema: bytes) -> None:
         raise LayoutError(
             f"peer {short(others[0].peer)} averages {theirs} numbers, this peer "
             f"{int.from_bytes(schema[-NUMEL_BYTES:], 'little')}, or tensors of other names, shapes "
-            "or dtypes; start all peers of a run with the same model and strategy"
+            "or dtypes, or gradients at other parameters; start all peers of a run with the same "
+            "model and strategy (and, for GradientAveraging, the same seed or checkpoint)"
         )

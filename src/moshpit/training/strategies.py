@@ -280,7 +280,9 @@ class GradientAveraging(Strategy):
     optimizer step. Peers must start from the same parameters. Since ``step()`` consumes the
     gradients (``.grad`` is cleared), ``zero_grad()`` in between does neither harm nor good.
 
-    A fingerprint of the parameters travels with the gradients; if the peers' differ, the averaging
+    The parameters that a peer begins with (when its optimizer is wrapped: load a checkpoint
+    before) are part of its schema, so peers that begin with others never meet (`LayoutError`). A
+    fingerprint of the parameters travels with the gradients; if the peers' differ, the averaging
     raises `DriftError` and no step is made.
 
     Where an averaging brings nothing, the accumulated local gradient is applied. Then, or when
@@ -312,6 +314,12 @@ class GradientAveraging(Strategy):
 
     def _extras(self) -> list[Named]:
         return [*super()._extras(), Named("fingerprint", self._fingerprint)]
+
+    def layout(self) -> tuple[bytes, int]:
+        schema, numel = super().layout()
+        start = torch.round(fingerprint(self.parameters()) / FINGERPRINT_TOLERANCE)
+        text = " ".join(str(int(number.item())) for number in start).encode()
+        return hashlib.blake2b(schema + text, digest_size=8).digest(), numel
 
     def local_step(self, closure: Closure | None, samples: Callable[[], float]) -> Any:
         loss = None
@@ -354,9 +362,10 @@ class GradientAveraging(Strategy):
         self._layouts.of(means + self._extras()).write_back(mean)
         if not torch.allclose(self._fingerprint, mine, rtol=0, atol=FINGERPRINT_TOLERANCE):
             raise DriftError(
-                "the peers hold different parameters, so their gradients do not belong together. "
-                "Start all of them from the same ones: call torch.manual_seed with the same "
-                "number before the model is made, or load the same checkpoint"
+                "the peers hold different parameters, so their gradients do not belong together: "
+                "some have made steps without the others. Start them again from one checkpoint or "
+                "with the same torch.manual_seed, and let them find each other before the first "
+                "step: swarm.wait_for_peers(n)"
             )
         for named, gradient in zip(parameters, means, strict=True):
             # A parameter that nobody used keeps its None, as without Moshpit.
