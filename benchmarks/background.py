@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.multiprocessing as mp
@@ -49,8 +50,29 @@ def train(seconds: float) -> float:
     return steps / seconds
 
 
+class Worker(Protocol):
+    """A thread or a process."""
+
+    def start(self) -> None: ...
+    def join(self) -> None: ...
+
+
+class Flag(Protocol):
+    """An event of `threading` or `multiprocessing`."""
+
+    def set(self) -> None: ...
+    def is_set(self) -> bool: ...
+    def wait(self, timeout: float | None = None) -> bool: ...
+
+
 def keep_averaging(
-    ticket: str, listen: str, vector: torch.Tensor, mbit: float, stop: Callable[[], bool]
+    ticket: str,
+    listen: str,
+    vector: torch.Tensor,
+    mbit: float,
+    *,
+    stop: Callable[[], bool],
+    under_way: Callable[[], object] = lambda: None,
 ) -> None:
     """Average again and again, at most as often as the link would allow."""
     with moshpit.join(ticket, listen=listen, identity="new") as swarm:
@@ -59,6 +81,7 @@ def keep_averaging(
         while not stop():
             began = time.perf_counter()
             swarm.average([vector])
+            under_way()
             time.sleep(max(0.0, period_s - (time.perf_counter() - began)))
 
 
@@ -66,13 +89,17 @@ def peer_main(ticket: str, listen: str, numel: int, mbit: float) -> None:
     """The other peer: ends when its parent does."""
     torch.set_num_threads(1)
     parent = os.getppid()
-    keep_averaging(ticket, listen, torch.zeros(numel), mbit, lambda: os.getppid() != parent)
+    orphaned = lambda: os.getppid() != parent  # noqa: E731
+    keep_averaging(ticket, listen, torch.zeros(numel), mbit, stop=orphaned)
 
 
-def process_main(ticket: str, listen: str, vector: torch.Tensor, mbit: float, stop: object) -> None:
-    """The network in a process of its own; ``vector`` is shared memory."""
+def network_main(
+    run: tuple[str, str, float], vector: torch.Tensor, stop: Flag, under_way: Flag
+) -> None:
+    """The network's side, in a thread or in a process of its own (``vector`` is shared then)."""
     torch.set_num_threads(1)
-    keep_averaging(ticket, listen, vector, mbit, stop.is_set)  # type: ignore[attr-defined]
+    ticket, listen, mbit = run
+    keep_averaging(ticket, listen, vector, mbit, stop=stop.is_set, under_way=under_way.set)
 
 
 def run(arrangement: str, numel: int, mbit: float, seconds: float, port: int) -> float:
@@ -88,24 +115,26 @@ def run(arrangement: str, numel: int, mbit: float, seconds: float, port: int) ->
     )
     vector = torch.zeros(numel)
     if arrangement == "thread":
-        stop = threading.Event()
-        worker: object = threading.Thread(
-            target=keep_averaging, args=(ticket, listen, vector, mbit, stop.is_set)
+        flags: tuple[Flag, Flag] = (threading.Event(), threading.Event())
+        worker: Worker = threading.Thread(
+            target=network_main, args=((ticket, listen, mbit), vector, *flags)
         )
     else:
         context = mp.get_context("spawn")
-        stop = context.Event()
+        flags = (context.Event(), context.Event())
         vector.share_memory_()
-        worker = context.Process(target=process_main, args=(ticket, listen, vector, mbit, stop))
-    worker.start()  # type: ignore[attr-defined]
-    time.sleep(6.0)  # both sides have imported torch and met; what follows is measured
+        worker = context.Process(target=network_main, args=((ticket, listen, mbit), vector, *flags))
+    stop, under_way = flags
+    worker.start()
     try:
+        if not under_way.wait(60.0):
+            raise TimeoutError("the peers did not meet")
         return train(seconds)
     finally:
         stop.set()
+        worker.join()
         other.terminate()
         other.wait()
-        worker.join()  # type: ignore[attr-defined]
 
 
 def main() -> None:
