@@ -129,12 +129,13 @@ class Spins(Broken):
 
 
 def calm() -> Scenario:
-    """Return the calm scenario with checks that end soon."""
+    """Return the calm scenario with checks that end soon, long enough that all peers host."""
     scenario = load("calm")
+    swarm = msgspec.structs.replace(scenario.swarm, epochs=12)
     checks = msgspec.structs.replace(
         scenario.checks, time_limit_s=90.0, averaging_s_max=20.0, drain_s=60.0
     )
-    return msgspec.structs.replace(scenario, checks=checks).with_peers(6)
+    return msgspec.structs.replace(scenario, checks=checks, swarm=swarm).with_peers(6)
 
 
 def verdicts(kind: type[Broken], seed: int = 0) -> dict[str, str]:
