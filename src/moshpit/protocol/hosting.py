@@ -45,7 +45,7 @@ ASSEMBLIES_MAX = 64  # guess: keys that one peer hosts at once
 CLOSED_MAX = 64  # guess: announcements kept to answer repeated joins
 EPOCHS_AHEAD_MAX = 4  # guess: how far the swarm may be ahead of this host's own epoch
 CALLS_MAX = 3  # a call and two more before a peer counts as silent
-NEWS_SHARE = 0.3  # guess: × call_timeout_s, how long news of more peers may take to come
+NEWS_SHARE = 0.8  # guess: × call_timeout_s, how long news of more peers may take to come
 RECALL_S = 1.0  # guess: how often a peer that said it comes is asked again
 REDIRECTS_NAMED = 3  # hosts in a redirect
 SPREAD_SMOOTHING = 0.3  # guess: weight of the newest spread in the moving mean
@@ -229,6 +229,13 @@ class Hosting:
         """A called peer says where else this group assembles: merge, if that host is better."""
         assembly = self._assemblies.get(message.key)
         if assembly is None or sender not in assembly.expected:
+            return []
+        waiting = assembly.waiting.get(sender)
+        named = message.hosts[0] if message.hosts else b""
+        if waiting is not None and not self._view.reachable(named):
+            # Its host is gone, as far as is known here. It will see that, too, and come.
+            waiting.calls = 0
+            waiting.call_at = now + self._config.call_timeout_s / 2
             return []
         assembly.waiting.pop(sender, None)
         effects: list[Effect] = []

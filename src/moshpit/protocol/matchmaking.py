@@ -442,10 +442,7 @@ class Matchmaker:
             # Mine should have acknowledged by now; the caller may be the next that I try.
             seek.told[caller] = True
             return [Send(caller, CallReply(seek.key, True, max(0.0, seek.silent_at - now)))]
-        return [
-            Send(caller, CallReply(seek.key, False, -1.0)),
-            Send(caller, Redirect(seek.key, 0, (host,))),
-        ]
+        return [Send(caller, Redirect(seek.key, 0, (host,)))]
 
     def _formed(self, sender: PeerId | None, formed: GroupFormed, now: float) -> list[Effect]:
         """Judge an announcement; enter the group or refuse it."""
