@@ -61,7 +61,6 @@ class RoundConfig:
     deadline_factor: float = 4.0  # guess: × the time predicted from bandwidths
     bandwidth_floor: float = 1e6  # bytes/s assumed where nothing is known; guess
     linger_s: float = 3.0  # guess: results are served this long to late groupmates
-    strikes_max: int = 3  # guess: bad chunks after which a peer is avoided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,10 +52,6 @@ class DriftError(LocalError):
     """This peer's parameters are not the swarm's any more, and the strategy needs them to be."""
 
 
-class BackpressureError(LocalError):
-    """A send queue is full; the caller must wait until the link drains."""
-
-
 class AdmissionError(RemoteError):
     """A peer without a valid admission to this run, or one that could not prove its key."""
 

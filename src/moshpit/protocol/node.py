@@ -148,10 +148,6 @@ class Node:
         """When a `Tick` is due, on the driver's clock."""
         return self._wakeup
 
-    def samples_estimate(self, now: float) -> float:
-        """The samples of the whole swarm in this epoch, as far as this peer can tell."""
-        return self._progress.estimate(now - self._skew)
-
     # --- what drivers call ----------------------------------------------------------------
 
     def attach(self, schema: bytes, target: float, now: float) -> list[Effect]:
