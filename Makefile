@@ -3,7 +3,7 @@
 #   make demo    train on four local processes, kill one halfway (out/demo.png, .json)
 #   make test    all tests (under ten minutes on two cores)
 #   make check   what CI runs: format, lint, types, house rules, tests
-#   make soak    long runs: soak tests and three hundred simulator seeds
+#   make soak    long runs: soak tests, properties on random examples, three hundred seeds
 #   make format  let ruff rewrite what `make check` would complain about
 #   make docs    write again the reference pages that are made from the code
 #   make clean   remove the virtual environment and all caches
@@ -55,7 +55,7 @@ check: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest $(ARGS)
 
 soak: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
+	$(BIN)/python -m pytest -m "soak or hypothesis" --timeout 3600 $(ARGS)
 	for scenario in $$($(BIN)/moshpit sim); do \
 		case $$scenario in thousand) seeds=0..2 ;; *) seeds=0..299 ;; esac; \
 		echo "$$scenario, seeds $$seeds"; \

@@ -18,7 +18,7 @@ import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
 END_OF_BLOCK = "~~~ end of block ~~~"
-BASH_S_MAX = 100
+BASH_S_MAX = 280
 
 
 @dataclass

@@ -18,7 +18,7 @@ from moshpit.types import Address
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 MOSHPIT = "from moshpit.cli import main; main()"
-TIMEOUT_S = 90
+TIMEOUT_S = 280
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "moshpit"
@@ -467,3 +468,18 @@ def test_no_path_of_a_machine() -> None:
                 if path_of_a_machine.search(line):
                     wrong.append(f"{file.relative_to(ROOT)}:{number}: {line.strip()[:80]}")
     assert wrong == []
+
+
+def test_properties_are_checked_on_the_same_examples_everywhere() -> None:
+    """What a run of the tests finds, every run finds: nothing depends on time or on luck."""
+    used = settings.default
+    assert (used.derandomize, used.database, used.deadline) == (True, None, None)
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: leave {keyword.arg} to tests/conftest.py"
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "settings"
+        for keyword in node.keywords
+        if keyword.arg not in ("max_examples", "stateful_step_count")
+    ]
+    assert not wrong, "\n".join(wrong)

@@ -36,7 +36,7 @@ def moshpit(tmp_path: Path) -> Moshpit:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=100,
             cwd=tmp_path,
             env=environment | more,
         )

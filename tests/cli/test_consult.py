@@ -48,8 +48,9 @@ def test_a_whole_consultation_for_programs(swarm: RealSwarm, moshpit: Moshpit) -
     found = {check["subject"]: check for check in json.loads(done.stdout)}
     clock = found["peer's clock"]
     assert clock["status"] == "ok"
-    assert abs(clock["figures"]["clock_offset_s"]) < 0.5  # one machine has one clock
-    assert 0 < clock["figures"]["round_trip_s"] < 1.0
+    # One machine has one clock, and nobody sees it more exactly than the way there and back.
+    assert clock["figures"]["round_trip_s"] > 0
+    assert abs(clock["figures"]["clock_offset_s"]) <= clock["figures"]["round_trip_s"]
     speed = found["bandwidth"]["figures"]
     assert 1e5 < speed["up_bytes_per_s"] < 1e11
     assert 1e5 < speed["down_bytes_per_s"] < 1e11
@@ -132,7 +133,7 @@ class Liar(Recorder):
 def test_a_liar_is_named(
     monkeypatch: pytest.MonkeyPatch, answers: tuple[EchoReply, ...], reason: str
 ) -> None:
-    monkeypatch.setattr("moshpit.cli.consult.ANSWER_S_MAX", 0.3)
+    monkeypatch.setattr("moshpit.cli.consult.ANSWER_S_MAX", 60.0 if answers else 0.3)
     key, invite = PeerKey.generate(), RunKey.generate().invite()
     ticket = invite.ticket(())
     where: queue.Queue[Address] = queue.Queue()
@@ -156,7 +157,7 @@ def test_a_liar_is_named(
     thread = threading.Thread(target=lambda: asyncio.run(lie()))
     thread.start()
     try:
-        [check] = check_consultation(ticket, where.get(timeout=10), Address("127.0.0.1", 0), None)
+        [check] = check_consultation(ticket, where.get(timeout=60), Address("127.0.0.1", 0), None)
     finally:
         over.set()
         thread.join()

@@ -251,7 +251,7 @@ def test_a_small_demo_with_a_kill(tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert result.exists(), done.stdout + done.stderr

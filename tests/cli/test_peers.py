@@ -58,7 +58,7 @@ def serving(
         yield Serving(key, address, process)
         process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
-        assert process.wait(timeout=30) == 0, rest
+        assert process.wait(timeout=100) == 0, rest
     assert "Traceback" not in rest
 
 

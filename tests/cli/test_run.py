@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -136,7 +135,7 @@ SLOW = """
 import signal, sys, threading, time
 try:
     print("ready", flush=True)
-    threading.Event().wait(60)
+    threading.Event().wait(600)
 finally:
     print("leaving", flush=True)
     {ending}
@@ -144,11 +143,11 @@ finally:
 
 
 @pytest.mark.parametrize(
-    ("ending", "said", "seconds_max"),
-    [("pass", "", 20.0), ("time.sleep(60)", "not done 0 s after SIGTERM", 20.0)],
+    ("ending", "said"),
+    [("pass", ""), ("time.sleep(600)", "not done 0 s after SIGTERM")],
 )
 def test_sigterm_unwinds_the_script_within_its_grace(
-    tmp_path: Path, ending: str, said: str, seconds_max: float
+    tmp_path: Path, ending: str, said: str
 ) -> None:
     script = write(tmp_path, SLOW.format(ending=ending))
     grace = "30s" if ending == "pass" else "0s"
@@ -160,11 +159,9 @@ def test_sigterm_unwinds_the_script_within_its_grace(
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        start = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=100)  # and not the 600 s that it would sleep
     assert process.returncode == 128 + signal.SIGTERM
-    assert time.monotonic() - start < seconds_max
     assert said in err
     assert "Traceback" not in err
     assert out == ("leaving\n" if not said else out)

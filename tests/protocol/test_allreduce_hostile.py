@@ -6,7 +6,7 @@ from fractions import Fraction
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moshpit.events import Outcome
@@ -179,7 +179,6 @@ events: st.SearchStrategy[Event] = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.tuples(events, st.floats(0.0, 0.4)), max_size=60),
     st.integers(0, 4),

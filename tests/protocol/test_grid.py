@@ -87,7 +87,7 @@ def test_exact_for_every_number_of_peers(group_size: int) -> None:
         assert_exact(grid.plan(n, group_size), weights, values)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(
     n=st.integers(1, 300),
     group_size=st.integers(2, 20),

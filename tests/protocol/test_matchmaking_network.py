@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moshpit.config import MatchmakingConfig
@@ -251,7 +251,6 @@ def events(draw: st.DrawFn) -> Event:
     return Received(sender, draw(messages))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(story=st.lists(st.tuples(events(), st.floats(0, 3)), max_size=25), sought=st.booleans())
 def test_nothing_that_can_be_decoded_raises(story: list[tuple[Event, float]], sought: bool) -> None:
     me = PEERS[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moshpit.config import MembershipConfig
@@ -287,7 +287,6 @@ def through_the_wire(event: Any) -> Any:
     return Received(event.peer, decode_message(encode_message(event.message)[4:], "somebody"))
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.tuples(events, st.floats(0, 3)), max_size=25), st.sampled_from(["worker", "client"])
 )

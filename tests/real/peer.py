@@ -141,7 +141,7 @@ def main() -> None:
         command = json.loads(line)
         match command["do"]:
             case "wait":
-                swarm.wait_for_peers(command["peers"], timeout_s=command.get("timeout_s", 30.0))
+                swarm.wait_for_peers(command["peers"], timeout_s=command.get("timeout_s", 200.0))
                 say("ready")
             case "average":
                 average(swarm, command, args.number, args.numel)

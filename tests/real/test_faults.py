@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from .harness import Event, RealPeer, RealSwarm, real_swarm
+from .harness import Event, RealPeer, RealSwarm, crowding, real_swarm
 
 NUMEL = 16 * 1024 * 1024  # 64 MB
 PEERS = 4
@@ -36,7 +36,7 @@ def check_survivors(results: list[Event], survivors: list[RealPeer], usual_s: fl
     names = {p.name for p in survivors}
     for result in results:
         assert names <= set(result["rounds"][0]["contributors"]), told
-    assert max(r["seconds"] for r in results) <= usual_s + 2.0, (usual_s, told)
+    assert max(r["seconds"] for r in results) <= usual_s + 2.0 * crowding(), (usual_s, told)
 
 
 def hit(swarm: RealSwarm, victim: RealPeer, moment_s: float, sign: signal.Signals) -> list[Event]:
@@ -92,12 +92,12 @@ def stop_moments(moments: int, seed: int) -> None:
             assert {r["outcome"] for r in together} == {"complete"}, together
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_kill_at_any_moment_costs_the_others_a_moment() -> None:
     kill_moments(5, seed=1)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_stop_at_any_moment_costs_the_others_a_moment() -> None:
     stop_moments(4, seed=2)
 

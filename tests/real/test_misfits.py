@@ -110,7 +110,7 @@ handshake.PROTOCOL_VERSION = {version + 1}
 moshpit.join({place.ticket!r}, listen="127.0.0.1:0", identity="new")
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]

@@ -39,7 +39,7 @@ def test_equal_masses_are_a_sum_and_a_division() -> None:
     assert torch.equal(mean_of([(v, 0.3) for v in values]), total / 5)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(
     st.lists(st.floats(1e-20, 1e25), min_size=1, max_size=64),
     st.integers(0, 2**31),

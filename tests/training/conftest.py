@@ -16,8 +16,8 @@ from moshpit.types import GroupId, PeerId
 class MemoryAveraging:
     """One peer's part in one epoch's averaging."""
 
-    def __init__(self, vector: torch.Tensor, weight: float) -> None:
-        self.vector, self.weight = vector, weight
+    def __init__(self, vector: torch.Tensor, weight: float, waiting: threading.Event) -> None:
+        self.vector, self.weight, self.waiting = vector, weight, waiting
         self.ended = threading.Event()
         self.mean = vector
         self.report: EpochReport
@@ -25,7 +25,8 @@ class MemoryAveraging:
     def done(self) -> bool:
         return self.ended.is_set()
 
-    def wait(self, timeout_s: float | None = 20.0) -> EpochReport:
+    def wait(self, timeout_s: float | None = 60.0) -> EpochReport:
+        self.waiting.set()
         if not self.ended.wait(timeout_s):
             raise TimeoutError("the others did not come")
         return self.report
@@ -74,6 +75,7 @@ class MemorySwarm:
     Attributes:
         faults: {(epoch, peer index): "failed" or "stale"}.
         held: while True, results are kept back until `release`.
+        waiting: set when somebody waits for a result.
     """
 
     def __init__(self, size: int) -> None:
@@ -85,6 +87,7 @@ class MemorySwarm:
         self.begun: dict[int, MemoryAveraging] = {}
         self.faults: dict[tuple[int, int], str] = {}
         self.held = False
+        self.waiting = threading.Event()
 
     def due(self, index: int) -> bool:
         with self.lock:
@@ -95,7 +98,7 @@ class MemorySwarm:
     def begin(self, index: int, vector: torch.Tensor, weight: float) -> MemoryAveraging:
         with self.lock:
             assert index not in self.begun
-            self.begun[index] = MemoryAveraging(vector, weight)
+            self.begun[index] = MemoryAveraging(vector, weight, self.waiting)
             self._end_if_all_are_here()
             return self.begun.get(index) or self.last[index]
 
@@ -169,7 +172,7 @@ class MemorySwarm:
 def together(*calls: Callable[[], object]) -> list[object]:
     """Run every call in a thread of its own and return their results."""
     with ThreadPoolExecutor(len(calls)) as pool:
-        return [f.result(timeout=30) for f in [pool.submit(c) for c in calls]]
+        return [f.result(timeout=100) for f in [pool.submit(c) for c in calls]]
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ class Trainer:
 
 
 def wait_until_all_are_attached(swarms):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while not all(p.schema for s in swarms for p in s.peers()):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -10,7 +10,7 @@ import pytest
 
 from moshpit.errors import RemoteError
 from moshpit.transport.bulk import MAGIC, BulkKeys, BulkLink
-from moshpit.transport.conformance import Party, make_chunk
+from moshpit.transport.conformance import PATIENCE_S, Party, make_chunk
 from moshpit.types import PeerId
 from moshpit.wire.framing import HEADER_BYTES, TAG_BYTES, ChunkHeader
 from tests.transport.benches import QUICK, TcpBench, run
@@ -79,7 +79,7 @@ async def receive(keys: BulkKeys, stream: bytes, step: int) -> Heard:
     except (ConnectionResetError, BrokenPipeError):
         pass  # it was dropped, as it should be
     theirs.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await link.closed
     return heard
 
@@ -198,7 +198,7 @@ def test_the_bulk_end_of_a_peer_that_leaves_is_no_loss(leaves: str) -> None:
         for relay in bench.relays.values():
             relay.control.clear()
         leaving = asyncio.create_task(leaver.transport.close())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while pair.active:
                 await asyncio.sleep(0.001)
         assert not stays.heard.notices
@@ -236,7 +236,7 @@ def test_a_stolen_token_opens_nothing() -> None:
         await feed_and_wait(one, other, 1)
         thief = held[0]
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await loop.sock_sendall(thief, bytes(32))
             await other.heard.until(lambda: "bad-bulk-proof" in codes(other), "the notice")
         thief.close()

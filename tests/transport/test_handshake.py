@@ -15,7 +15,7 @@ from moshpit.errors import AdmissionError, HandshakeError, RemoteError
 from moshpit.identity.certificates import client_tls, server_tls
 from moshpit.identity.keys import PeerKey
 from moshpit.identity.tickets import RunKey
-from moshpit.transport.conformance import Party, Recorder
+from moshpit.transport.conformance import PATIENCE_S, Party, Recorder
 from moshpit.transport.tcp import TcpTransport
 from moshpit.types import Address, PeerId, Role
 from moshpit.wire.framing import LENGTH
@@ -242,7 +242,7 @@ def test_a_dial_that_is_given_up_says_so() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
         where = Address("127.0.0.1", server.sockets[0].getsockname()[1])
         dial = asyncio.create_task(dialer.transport.dial(where, key.peer))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await done.wait()
         with pytest.raises(asyncio.CancelledError):
             await dial
@@ -273,7 +273,7 @@ class Frames:
         )
 
     async def read(self) -> bytes:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             (length,) = LENGTH.unpack(await self.reader.readexactly(4))
             return await self.reader.readexactly(length)
 
@@ -488,7 +488,7 @@ STRANGERS = {
 def test_strangers_at_the_port(name: str) -> None:
     async def work() -> None:
         bench = TcpBench()
-        server = await peer_of(bench, config=replace(QUICK, handshake_timeout_s=0.3))
+        server = await peer_of(bench, config=replace(QUICK, handshake_timeout_s=1.0))
         data, reason = STRANGERS[name]
         where = server.transport.addresses[0]
         _, writer = await asyncio.open_connection(where.host, where.port)

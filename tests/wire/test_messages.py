@@ -6,7 +6,7 @@ import typing
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moshpit.errors import WireError
@@ -55,7 +55,7 @@ def values_of(hint: object) -> st.SearchStrategy:
 
 
 ANY = st.one_of([values_of(kind) for kind in MESSAGES])
-FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=settings.default.max_examples // 5)  # of each kind of message
 
 
 def same(one: object, other: object) -> bool:
@@ -72,18 +72,16 @@ def test_tags_are_unique() -> None:
 
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
-def test_round_trip(kind: type) -> None:
-    @FEW
-    @given(values_of(kind))
-    def check(message) -> None:
-        frame = encode_message(message)
-        (length,) = LENGTH.unpack(frame[:4])
-        assert length == len(frame) - 4
-        got = decode_message(frame[4:], "peer")
-        assert type(got) is kind
-        assert same(got, message)
-
-    check()
+@FEW
+@given(data=st.data())
+def test_round_trip(kind: type, data: st.DataObject) -> None:
+    message = data.draw(values_of(kind))
+    frame = encode_message(message)
+    (length,) = LENGTH.unpack(frame[:4])
+    assert length == len(frame) - 4
+    got = decode_message(frame[4:], "peer")
+    assert type(got) is kind
+    assert same(got, message)
 
 
 def decode_or_refuse(body: bytes) -> None:
@@ -117,7 +115,7 @@ def test_spoiled_messages_are_refused(message, data) -> None:
 
 
 @pytest.mark.soak
-@settings(max_examples=20_000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20_000)
 @given(ANY, st.binary(max_size=2000), st.data())
 def test_refused_for_long(message, body, data) -> None:
     decode_or_refuse(spoil(message, data))
@@ -146,18 +144,16 @@ def test_what_is_no_message(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", [PeerRecord, Join, GroupFormed])
-def test_signatures_cover_everything_but_themselves(kind: type) -> None:
-    @FEW
-    @given(values_of(kind), st.data())
-    def check(message, data) -> None:
-        signed = signing_bytes(message)
-        assert signing_bytes(msgspec.structs.replace(message, signature=b"other")) == signed
-        hints = typing.get_type_hints(kind)
-        name = data.draw(st.sampled_from([n for n in kind.__struct_fields__ if n != "signature"]))
-        changed = msgspec.structs.replace(message, **{name: data.draw(values_of(hints[name]))})
-        assert same(changed, message) == (signing_bytes(changed) == signed)
-
-    check()
+@FEW
+@given(data=st.data())
+def test_signatures_cover_everything_but_themselves(kind: type, data: st.DataObject) -> None:
+    message = data.draw(values_of(kind))
+    signed = signing_bytes(message)
+    assert signing_bytes(msgspec.structs.replace(message, signature=b"other")) == signed
+    hints = typing.get_type_hints(kind)
+    name = data.draw(st.sampled_from([n for n in kind.__struct_fields__ if n != "signature"]))
+    changed = msgspec.structs.replace(message, **{name: data.draw(values_of(hints[name]))})
+    assert same(changed, message) == (signing_bytes(changed) == signed)
 
 
 @given(st.integers(0, 1 << 200))
