@@ -23,9 +23,17 @@ class Float32:
     number = 0
     name = "float32"
     in_place = True
+    biased = False
+    differences_only = False
+    refuses_nonfinite = False
 
     def __init__(self) -> None:
         assert sys.byteorder == "little", "payloads are little-endian"
+
+    @property
+    def result_codec(self) -> Float32:
+        """Itself."""
+        return self
 
     def encoded_bytes(self, numel: int) -> int:
         """Four for each number."""
