@@ -52,6 +52,10 @@ class DriftError(LocalError):
     """This peer's parameters are not the swarm's any more, and the strategy needs them to be."""
 
 
+class StateError(LocalError):
+    """A saved or received training state that cannot be used: cut, altered, or of another model."""
+
+
 class AdmissionError(RemoteError):
     """A peer without a valid admission to this run, or one that could not prove its key."""
 
