@@ -32,7 +32,7 @@ LAYERS = (
     ("tensors", "protocol"),
     ("transport", "identity"),
     ("runtime", "sim", "baselines"),
-    ("training",),
+    ("training", "planning"),
     ("dashboard", "integrations", "metrics", "cli"),
     ("", "__main__"),
 )
@@ -52,6 +52,8 @@ FORBIDDEN = {
     ("training", "sim"): "training meets the network through runtime only",
     ("sim", "transport"): "the simulator has its own network",
     ("transport", "protocol"): "a transport carries messages; machines belong to the drivers",
+    ("planning", "runtime"): "a plan is arithmetic; it needs no network",
+    ("planning", "tensors"): "a plan loads no torch; it has a table of codecs of its own",
     ("identity", "tensors"): "keys have no business with tensors",
 }
 """Arrows that point down and are not wanted all the same."""
@@ -89,10 +91,12 @@ VIRTUAL = {
 """The same for sim/, where time and the network are virtual."""
 
 PUBLIC_NAMES = [
+    "DiLoCo",
     "EpochReport",
     "GradientAveraging",
     "LocalSGD",
     "MoshpitError",
+    "Nesterov",
     "Optimizer",
     "Outcome",
     "RoundReport",

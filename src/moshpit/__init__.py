@@ -18,15 +18,17 @@ if TYPE_CHECKING:
     from moshpit.runtime.join import join
     from moshpit.runtime.swarm import Swarm
     from moshpit.training.optimizer import Optimizer
-    from moshpit.training.strategies import GradientAveraging, LocalSGD
+    from moshpit.training.strategies import DiLoCo, GradientAveraging, LocalSGD, Nesterov
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DiLoCo",
     "EpochReport",
     "GradientAveraging",
     "LocalSGD",
     "MoshpitError",
+    "Nesterov",
     "Optimizer",
     "Outcome",
     "RoundReport",
@@ -38,10 +40,12 @@ __all__ = [
 ]
 
 _HOME = {
+    "DiLoCo": "training.strategies",
     "EpochReport": "events",
     "GradientAveraging": "training.strategies",
     "LocalSGD": "training.strategies",
     "MoshpitError": "errors",
+    "Nesterov": "training.strategies",
     "Optimizer": "training.optimizer",
     "Outcome": "events",
     "RoundReport": "events",

@@ -12,7 +12,7 @@ from torch import nn
 
 import moshpit.training.optimizer as wrapped
 from moshpit.errors import ConfigError, DriftError
-from moshpit.training.strategies import GradientAveraging, LocalSGD
+from moshpit.training.strategies import DiLoCo, GradientAveraging, LocalSGD
 
 STRATEGIES = {
     "local-overlap": LocalSGD,
@@ -20,6 +20,8 @@ STRATEGIES = {
     "local-statistics": lambda n: LocalSGD(n, average_statistics=True),
     "gradients": GradientAveraging,
     "gradients-clipped": lambda n: GradientAveraging(n, max_grad_norm=0.5),
+    "diloco-overlap": DiLoCo,
+    "diloco-blocking": lambda n: DiLoCo(n, overlap=False),
 }
 BATCH = 8
 
@@ -200,7 +202,7 @@ def test_one_strategy_serves_one_optimizer(make, memory_swarm):
 
 
 @pytest.mark.parametrize("target", [0, -1, math.nan, math.inf])
-@pytest.mark.parametrize("kind", [LocalSGD, GradientAveraging])
+@pytest.mark.parametrize("kind", [LocalSGD, GradientAveraging, DiLoCo])
 def test_a_target_that_makes_no_sense_is_refused(kind, target):
     with pytest.raises(ConfigError, match="positive number"):
         kind(target)
@@ -214,7 +216,7 @@ def test_peers_of_different_strategies_or_shapes_have_different_schemas(memory_s
         return peer.attached[0]
 
     kinds = [make(64) for make in STRATEGIES.values()]
-    assert len({schema(s) for s in kinds}) == 3
+    assert len({schema(s) for s in kinds}) == 4
     assert schema(LocalSGD(64)) != schema(LocalSGD(64), width=7)
 
 

@@ -27,6 +27,7 @@ log = logging.getLogger("moshpit.training")
 
 _RATE_MEMORY = 0.9  # guess: the rate's moving average reaches back about ten steps
 _STATE_KEY = "moshpit"
+_FINISH_AGAIN_MAX = 3  # two heal a disagreement; guess: one more may meet a fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,11 @@ class TrainingStats:
         alone: no other peer was there.
         partial: some contribution or chunk was missing from the mean.
         failed: nothing of anybody else's arrived; the local values stayed.
+        overflowed: the mean held NaN or infinity, and nobody used it.
+        carried: the mean was of no use to the strategy; the work goes into the next one.
         stale: the swarm had moved on; the local values stayed.
         nonfinite: this peer had NaN or infinity and gave nothing.
+        skipped: batches left out because their scaled gradient overflowed (`GradScaler`).
         samples: samples in all local steps.
     """
 
@@ -47,8 +51,11 @@ class TrainingStats:
     alone: int = 0
     partial: int = 0
     failed: int = 0
+    overflowed: int = 0
+    carried: int = 0
     stale: int = 0
     nonfinite: int = 0
+    skipped: int = 0
     samples: float = 0.0
 
 
@@ -84,7 +91,8 @@ class Optimizer(torch.optim.Optimizer):
     """Wraps a `torch.optim.Optimizer`, so that its steps train together with the swarm.
 
     It shares ``param_groups`` and ``state`` with the wrapped optimizer, so learning rate
-    schedulers, gradient clipping, hooks and ``torch.amp.GradScaler`` work as usual.
+    schedulers, gradient clipping and hooks work as usual, and so does ``torch.amp.GradScaler``:
+    each peer has a scale of its own, since what is exchanged is never scaled.
 
     Args:
         optimizer: the optimizer that makes the steps.
@@ -114,6 +122,10 @@ class Optimizer(torch.optim.Optimizer):
         >>> str(report.outcome)
         'complete'
     """
+
+    # Asks torch.amp.GradScaler to call step() for batches that overflowed, too: this peer still
+    # has to take part, and to forget their samples.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -261,7 +273,11 @@ class Optimizer(torch.optim.Optimizer):
         self._share()
         self._stepped = True
         before = self._strategy.samples
-        loss = self._strategy.local_step(closure, lambda: self._count(samples))
+        loss = None
+        if self._unscale():
+            loss = self._strategy.local_step(closure, lambda: self._count(samples))
+        else:
+            self._skip_batch()
         started = time.monotonic()
         done = self._strategy.samples - before
         self._stats = replace(self._stats, samples=self._stats.samples + done)
@@ -289,7 +305,13 @@ class Optimizer(torch.optim.Optimizer):
                 self._pending[0].wait()
                 self._collect()
             self._begin()
-            return self._wait()
+            report = self._wait()
+            for _ in range(_FINISH_AGAIN_MAX):
+                if self._strategy.settled:
+                    break
+                self._begin()
+                report = self._wait()
+            return report
         finally:
             self._pace.resume(self._note_wait(started))
 
@@ -297,6 +319,36 @@ class Optimizer(torch.optim.Optimizer):
         """Stop watching the model. The swarm is closed by its owner."""
         if self._watcher is not None:
             self._watcher.close()
+
+    def _unscale(self) -> bool:
+        """Undo the scaling of `torch.amp.GradScaler`, which leaves its scale and what it found
+        at the optimizer for the time of a step; return whether the gradients are finite."""
+        found: torch.Tensor | None = getattr(self, "found_inf", None)
+        if found is None:
+            return True
+        if found.item() > 0:
+            return False
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        if scale is None:  # unscaled by the user, to clip
+            return True
+        inverse = 1.0 / scale.item()
+        for named in self._strategy.parameters():
+            gradient = named.tensor.grad
+            if gradient is None:
+                continue
+            if gradient.dtype == torch.float16:
+                raise ConfigError(
+                    f"the gradient of {named.name} is float16, too coarse to be unscaled: keep the "
+                    "parameters in float32 and run the forward pass under torch.autocast"
+                )
+            gradient.mul_(inverse)
+        return True
+
+    def _skip_batch(self) -> None:
+        if self._watcher is not None:
+            self._watcher.forget()
+        self._strategy.skip_batch()
+        self._stats = replace(self._stats, skipped=self._stats.skipped + 1)
 
     def _count(self, samples: float | None) -> float:
         if samples is None:
@@ -385,7 +437,7 @@ class Optimizer(torch.optim.Optimizer):
             log.warning("epoch %d came too late for the swarm; local values stay", report.epoch)
         elif alone:
             stats = replace(stats, alone=stats.alone + 1)
-        elif report.outcome is Outcome.FAILED or not is_finite(averaging.mean):
+        elif report.outcome is Outcome.FAILED:
             stats = replace(stats, failed=stats.failed + 1)
             log.warning(
                 "epoch %d averaged nothing; local values stay%s", report.epoch, _why(report)
@@ -396,11 +448,19 @@ class Optimizer(torch.optim.Optimizer):
         if any(r.missing for r in report.rounds if len(r.peers) > 1) or report.stale:
             self._drift = f"the averaging of epoch {report.epoch} did not reach this peer in full"
         self._next_swarm_epoch = self._swarm.epoch
-        useless = alone or report.stale or stats.failed > self._stats.failed
+        useless = alone or report.outcome is Outcome.FAILED
         if useless or not any(mass > 0 for mass in report.rounds[-1].masses):
             self._strategy.keep_local(snapshot)
-        else:
+        elif not is_finite(averaging.mean):
+            stats = replace(stats, overflowed=stats.overflowed + 1)
+            log.warning("the mean of epoch %d holds NaN or infinity; nobody uses it", report.epoch)
+            self._strategy.overflowed(snapshot)
+        elif self._strategy.accepts(averaging.mean, report):
             self._strategy.adopt(snapshot, averaging.mean)
+        else:
+            stats = replace(stats, carried=stats.carried + 1)
+            log.info("the mean of epoch %d is not used; this work goes into the next", report.epoch)
+            self._strategy.keep_local(snapshot)
         self._stats = stats
         self._epoch = max(self._swarm.epoch, report.epoch + 1) + self._epoch_offset
         return report

@@ -1,0 +1,16 @@
+"""The ways to train together; `moshpit.training.strategies.base` has what they share."""
+
+from moshpit.training.strategies.base import Closure, Snapshot, Strategy
+from moshpit.training.strategies.diloco import DiLoCo, Nesterov
+from moshpit.training.strategies.gradient_averaging import GradientAveraging
+from moshpit.training.strategies.local_sgd import LocalSGD
+
+__all__ = [
+    "Closure",
+    "DiLoCo",
+    "GradientAveraging",
+    "LocalSGD",
+    "Nesterov",
+    "Snapshot",
+    "Strategy",
+]

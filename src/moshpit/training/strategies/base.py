@@ -1,0 +1,211 @@
+"""What a peer does between two averagings, and what it exchanges in them.
+
+A strategy is told about every local step, hands out a snapshot when the swarm averages, and
+takes what comes back. When to begin, whether to wait, and what to do about a stale or failed
+averaging is decided once, for all strategies, in `moshpit.training.optimizer`.
+
+Every strategy keeps these promises (they are the conformance suite, tests/training):
+alone it is the wrapped optimizer; with others and no faults all peers end `finish` with the
+same bytes; an averaging that brings nothing leaves this peer's own values standing; a peer
+with non-finite values gives nothing and takes the mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moshpit.errors import ConfigError
+from moshpit.events import EpochReport
+from moshpit.tensors.layout import VectorLayout
+from moshpit.training.tensors import (
+    Named,
+    buffers_of,
+    first_nonfinite,
+    is_finite,
+    parameters_of,
+)
+
+Closure = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What this peer brings to one averaging: (numel,) float32 on the CPU, and its mass."""
+
+    vector: torch.Tensor
+    weight: float
+    nonfinite: str | None = None
+    """The first tensor that holds NaN or infinity; then the weight is 0."""
+
+
+class Strategy(ABC):
+    """The contract between the wrapping optimizer and a way to train together.
+
+    Attributes:
+        samples_per_epoch: the samples of all peers together after which they average.
+        overlap: whether training goes on while an averaging is under way.
+        same_parameters: whether all peers must hold the same parameters all the time.
+    """
+
+    name: str = ""
+    same_parameters: bool = False
+
+    def __init__(self, samples_per_epoch: float, *, overlap: bool) -> None:
+        if not 0 < samples_per_epoch < float("inf"):
+            raise ConfigError(
+                f"samples per epoch: {samples_per_epoch!r}; give a positive number, the samples "
+                "of all peers together between two averagings"
+            )
+        self.samples_per_epoch = float(samples_per_epoch)
+        self.overlap = overlap
+        self.samples: float = 0.0
+        """Samples of this peer since its last snapshot."""
+        self.skipped_batches = 0
+        """Batches that were left out because their gradient was not finite."""
+        self._layouts = Layouts()
+        self._inner: torch.optim.Optimizer | None = None
+        self._model: torch.nn.Module | None = None
+
+    def bind(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+        """Take the optimizer to drive; once, since a strategy holds that optimizer's state."""
+        if self._inner is not None:
+            raise ConfigError("this strategy already belongs to an optimizer; make a new one")
+        self._inner, self._model = optimizer, model
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The wrapped optimizer."""
+        assert self._inner is not None, "bind() comes first"
+        return self._inner
+
+    def parameters(self) -> list[Named]:
+        """The parameters that are trained."""
+        return parameters_of(self.inner, self._model)
+
+    @property
+    def layout_known(self) -> bool:
+        """Whether `layout` can be asked for already, before the first step."""
+        return True
+
+    def layout(self) -> tuple[bytes, int]:
+        """Return the schema (8 bytes) and length of the vectors that are exchanged. Peers of
+        different strategies or models have different schemas, so they never meet."""
+        layout = self._layouts.of([*self._head(), *self.parameters(), *self._extras()])
+        schema = hashlib.blake2b(self.name.encode() + layout.schema, digest_size=8)
+        return schema.digest(), layout.numel
+
+    @abstractmethod
+    def local_step(self, closure: Closure | None, samples: Callable[[], float]) -> Any:
+        """Do the work of one ``step()``; ``samples()`` tells its size, after the closure."""
+
+    @abstractmethod
+    def snapshot(self) -> Snapshot:
+        """Copy out what to average; local work from here on belongs to the next epoch."""
+
+    def accepts(self, mean: torch.Tensor, report: EpochReport) -> bool:
+        """Return whether the mean may be adopted; if not, `keep_local` is called. Asked once
+        for each averaging that brought something of others."""
+        return True
+
+    @abstractmethod
+    def adopt(self, snapshot: Snapshot, mean: torch.Tensor) -> None:
+        """Take the mean that came for ``snapshot``."""
+
+    @abstractmethod
+    def keep_local(self, snapshot: Snapshot) -> None:
+        """Go on without the others: this epoch's averaging brought nothing usable."""
+
+    def overflowed(self, snapshot: Snapshot) -> None:
+        """Go on after an averaging whose mean holds NaN or infinity, which all peers see."""
+        self.keep_local(snapshot)
+
+    def skip_batch(self) -> None:
+        """Leave out a batch whose gradient is not finite, as `torch.amp.GradScaler` found."""
+        self.skipped_batches += 1
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last averaging was the last word; if not, `Optimizer.finish` makes
+        another one."""
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs beyond the wrapped optimizer's state."""
+        return {"name": self.name, "samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`; raises `ConfigError` for another strategy's."""
+        if state["name"] != self.name:
+            raise ConfigError(
+                f"this state was saved by {state['name']}, and {self.name} cannot load it"
+            )
+        self.samples = float(state["samples"])
+
+    def _inner_step(self, closure: Closure | None, samples: Callable[[], float]) -> Any:
+        """Let the wrapped optimizer make a step, and count its samples."""
+        if closure is None:
+            count = samples()  # first: an unknown size must not leave a step half made
+            loss = self.inner.step()
+        else:
+            loss = self.inner.step(closure)
+            count = samples()
+        self.samples += count
+        return loss
+
+    def _head(self) -> list[Named]:
+        """What is averaged in front of all else, so that it lies in the first chunk."""
+        return []
+
+    def _extras(self) -> list[Named]:
+        """What is averaged beside the parameters or gradients; comes after them in the vector."""
+        return buffers_of(self._model)
+
+    def _collect(self, main: list[Named]) -> Snapshot:
+        """Copy the head, ``main`` and the extras into a new vector, and look for non-finite values.
+
+        New each time: groupmates may still ask for the last one after its averaging.
+        """
+        tensors = [*self._head(), *main, *self._extras()]
+        layout = self._layouts.of(tensors)
+        vector = torch.empty(layout.numel, dtype=torch.float32)
+        layout.flatten_into(vector)
+        weight, self.samples = self.samples, 0.0
+        if is_finite(vector):
+            return Snapshot(vector, weight)
+        return Snapshot(vector, 0.0, first_nonfinite(tensors) or "a value beyond float32")
+
+
+@torch.no_grad()
+def keep_positive(extras: list[Named], snapshot: torch.Tensor) -> None:
+    """Clear what a difference made negative in tensors that had nothing negative: a second
+    moment or a variance that has decayed since the snapshot may be moved below zero."""
+    at = snapshot.numel()
+    for named in reversed(extras):
+        start = at - named.tensor.numel()
+        if bool((snapshot[start:at] >= 0).all().item()):
+            named.tensor.clamp_(min=0)
+        at = start
+
+
+class Layouts:
+    """Makes layouts, and keeps the last one as long as the tensors are the very same. (Loading
+    a state replaces the optimizer's tensors.)"""
+
+    def __init__(self) -> None:
+        self._tensors: list[Named] = []
+        self._layout: VectorLayout | None = None
+
+    def of(self, tensors: list[Named]) -> VectorLayout:
+        same = len(tensors) == len(self._tensors) and all(
+            a.tensor is b.tensor for a, b in zip(tensors, self._tensors, strict=True)
+        )
+        if self._layout is None or not same:
+            self._tensors = tensors
+            self._layout = VectorLayout([(t.name, t.tensor) for t in tensors])
+        return self._layout
