@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from moshpit.cli import output
+from moshpit.cli.bench import bench_app
 from moshpit.cli.demo import demo
 from moshpit.cli.doctor import doctor
 from moshpit.cli.peers import peers
@@ -57,6 +58,7 @@ app.command(no_args_is_help=True)(peers)
 app.command()(doctor)
 app.command()(sim)
 app.command()(demo)
+app.add_typer(bench_app, name="bench")
 
 
 class _Global:

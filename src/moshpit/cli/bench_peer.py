@@ -1,0 +1,64 @@
+"""The process of one peer in `moshpit bench averaging`; see `moshpit.cli.bench_worker`."""
+
+from __future__ import annotations
+
+import torch
+
+import moshpit
+from moshpit.cli.bench_worker import Fields, Pipes, own_cpu_s, serve, start
+
+JOIN_TIMEOUT_S = 120.0
+
+
+class Peer:
+    """A peer that averages one vector with the others."""
+
+    def __init__(self, work: Fields, pipes: Pipes) -> None:
+        self._swarm = moshpit.join(
+            work["ticket"],
+            listen=f"{work['host']}:0",
+            identity="new",
+            preset=work["preset"],
+            plaintext=work["plaintext"],
+            group_size=work["group_size"],
+            bandwidth_mbit=work["bandwidth_mbit"],
+        )
+        pipes.tell("listening", addresses=[str(a) for a in self._swarm.addresses])
+        self._swarm.wait_for_peers(work["peers"], JOIN_TIMEOUT_S)
+
+    def average(self, vector: torch.Tensor) -> tuple[torch.Tensor, Fields]:
+        """Average, and tell what the reports of the rounds say."""
+        (result,), report = self._swarm.average([vector])
+        blames = [f"{b.peer.hex()[:8]}: {b.reason}" for r in report.rounds for b in r.blames]
+        return result, {
+            "outcome": report.outcome.value,
+            "groups": [len(r.peers) for r in report.rounds],
+            "meeting_s": sum(r.meeting_s for r in report.rounds),
+            "moving_s": sum(r.moving_s for r in report.rounds),
+            "bytes_sent": sum(r.bytes_sent for r in report.rounds),
+            "blames": blames,
+        }
+
+    def mean(self, result: torch.Tensor) -> torch.Tensor:
+        """Return it as it is."""
+        return result
+
+    def cpu_s(self) -> float:
+        """Return this process's CPU seconds; the network thread is in it."""
+        return own_cpu_s()
+
+    def close(self) -> None:
+        """Leave the run."""
+        self._swarm.close()
+
+
+def main() -> None:
+    """Be one peer."""
+    pipes, work = start()
+    engine = Peer(work, pipes)
+    serve(pipes, work, engine)
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
