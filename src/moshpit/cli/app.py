@@ -14,6 +14,7 @@ from moshpit.cli.bench import bench_app
 from moshpit.cli.demo import demo
 from moshpit.cli.doctor import doctor
 from moshpit.cli.peers import peers
+from moshpit.cli.plan import plan
 from moshpit.cli.run import run
 from moshpit.cli.sim import sim
 from moshpit.cli.ticket import ticket_app
@@ -55,6 +56,7 @@ app.add_typer(ticket_app, name="ticket")
 app.command(no_args_is_help=True, context_settings={"allow_interspersed_args": False})(run)
 
 app.command(no_args_is_help=True)(peers)
+app.command(no_args_is_help=True)(plan)
 app.command()(doctor)
 app.command()(sim)
 app.command()(demo)

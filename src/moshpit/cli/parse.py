@@ -29,6 +29,43 @@ def duration_s(text: str) -> int:
     return sum(int(n) * _UNITS_S[unit] for n, unit in re.findall(r"(\d+)([smhdw])", bare))
 
 
+_COUNT_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+
+
+def count_of(text: str) -> float:
+    """Read how many: ``200``, ``20k``, ``350M``, ``1.3B`` or ``1.3g``, ``2T``; decimal.
+
+    Raises:
+        ConfigError: it is no number above 0.
+
+    Example:
+        >>> count_of("1.3B"), count_of("350M"), count_of("2e4")
+        (1300000000.0, 350000000.0, 20000.0)
+    """
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(e\d{1,2})?([kmgbt]?)", text.strip().lower())
+    value = float(found[1] + (found[2] or "")) * _COUNT_UNITS[found[3]] if found else 0.0
+    if value <= 0:
+        raise ConfigError(f"{text!r} is no number above 0: write 200, 20k, 350M or 1.3B")
+    return value
+
+
+def seconds_of(text: str) -> float:
+    """Read a short length of time: ``0.8``, ``0.8s``, ``50ms``, ``2m``; a bare number is seconds.
+
+    Raises:
+        ConfigError: it is none, or 0.
+
+    Example:
+        >>> seconds_of("0.8"), seconds_of("50ms"), seconds_of("2m")
+        (0.8, 0.05, 120.0)
+    """
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(ms|s|m)?", text.strip().lower())
+    value = float(found[1]) * {"ms": 1e-3, "m": 60.0}.get(found[2], 1.0) if found else 0.0
+    if value <= 0:
+        raise ConfigError(f"{text!r} is no length of time above 0: write 0.8, 50ms or 2m")
+    return value
+
+
 def human_bytes(count: float) -> str:
     """Return a number of bytes as people read it.
 
