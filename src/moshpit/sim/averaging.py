@@ -92,6 +92,10 @@ class GridRounds:
         group_size: M.
         rng: makes their ids, which decide on the order.
         weights: (n,), the mass of each peer's own value; nothing: 1 each.
+
+    Attributes:
+        peers: the ids.
+        masses: (n,), the mass behind each peer's present value.
     """
 
     def __init__(
@@ -102,9 +106,10 @@ class GridRounds:
         weights: Floats | None = None,
     ) -> None:
         ids = rng.bytes(ID_BYTES * n)
-        self._peers = [PeerId(ids[at : at + ID_BYTES]) for at in range(0, len(ids), ID_BYTES)]
-        self._at = {peer: index for index, peer in enumerate(self._peers)}
+        self.peers = [PeerId(ids[at : at + ID_BYTES]) for at in range(0, len(ids), ID_BYTES)]
+        self._at = {peer: index for index, peer in enumerate(self.peers)}
         self._weights = np.ones(n) if weights is None else weights
+        self.masses = self._weights.copy()
         self._plan = grid.plan(n, group_size)
         self._groups = [_numbers(n, group_size, axis) for axis in range(self._plan.axes)]
         self._epoch = self._axis = 0
@@ -133,7 +138,7 @@ class GridRounds:
         return values
 
     def _begin(self) -> None:
-        ranked = grid.order(self._peers, self._epoch)
+        ranked = grid.order(self.peers, self._epoch)
         self._rank = np.empty(len(ranked), np.int64)
         self._rank[[self._at[peer] for peer in ranked]] = np.arange(len(ranked))
         self.masses = self._weights.copy()
