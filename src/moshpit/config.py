@@ -12,6 +12,7 @@ from typing import Literal
 from moshpit.errors import ConfigError
 
 PresetName = Literal["local", "lan", "internet"]
+Schedule = Literal["auto", "torus", "grid"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class MatchmakingConfig:
 
     group_size: int = 16  # paper §4 uses 8 to 32
     group_size_limit: int = 64  # seats fit the 64-bit mask of a chunk header
+    schedule: Schedule = "auto"  # docs/decisions/0015; the host of a row decides for it
     call_timeout_s: float = 1.0  # guess: how long a called peer may stay silent
     join_timeout_s: float = 1.5  # guess: how long a host may stay silent
     window_s_max: float = 30.0  # guess: waiting for peers that say they will come
@@ -78,6 +80,9 @@ class TransportConfig:
     chunk_bytes_min: int = 4096
     chunks_per_vector_min: int = 64  # so that every seat of a large group has a part
     sealed: bool = True  # False is --plaintext: bulk data is not encrypted
+    congestion: str = "bbr"  # of bulk sockets, where the system allows it; "": its default
+    stripes_min: int = 1  # bulk connections to each peer, from the start
+    stripes_max: int = 8  # and where a link loses packets; measured, benchmarks/longlink.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

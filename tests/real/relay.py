@@ -49,7 +49,8 @@ def unable() -> str:
     if not os.access(TUN, os.R_OK | os.W_OK):
         return f"no {TUN}"
     name = f"mpprobe{os.getpid()}"
-    if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+    probe = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True)
+    if probe.returncode:
         return "no permission to make network namespaces"
     subprocess.run(["ip", "netns", "del", name], check=True)
     return ""

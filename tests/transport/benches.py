@@ -11,8 +11,9 @@ from dataclasses import replace
 from moshpit.config import TransportConfig
 from moshpit.identity.keys import PeerKey
 from moshpit.identity.tickets import RunKey
-from moshpit.transport.conformance import Bench, Party, Recorder
+from moshpit.transport.conformance import Bench, Party
 from moshpit.transport.memory import Exchange, MemoryTransport
+from moshpit.transport.recorder import Recorder
 from moshpit.transport.tcp import TcpTransport
 from moshpit.types import Address, PeerId
 
@@ -110,9 +111,10 @@ async def _pump(
 class TcpBench(Bench):
     """Peers on loopback, each behind its own relay."""
 
-    def __init__(self, host: str = "127.0.0.1", *, sealed: bool = True) -> None:
+    def __init__(self, host: str = "127.0.0.1", *, sealed: bool = True, stripes: int = 1) -> None:
         self.host = host
-        self.sealed = sealed
+        self.options = {"sealed": sealed, "stripes_min": stripes}
+        self.ordered = stripes == 1
         self.run = RunKey.generate()
         self.ticket = self.run.invite().ticket(())
         self.book: dict[PeerId, tuple[Address, ...]] = {}
@@ -121,7 +123,7 @@ class TcpBench(Bench):
 
     async def party(self, *, listens: bool = True, config: TransportConfig | None = None) -> Party:
         key = PeerKey.generate()
-        config = replace(config or QUICK, sealed=self.sealed)
+        config = replace(config or QUICK, **self.options)
         admission = self.ticket.admit(key.peer)
         listen = Address(self.host, 0) if listens else None
         transport = TcpTransport(key, self.run.run, admission, config, listen=listen)

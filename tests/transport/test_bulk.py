@@ -10,7 +10,8 @@ import pytest
 
 from moshpit.errors import RemoteError
 from moshpit.transport.bulk import MAGIC, BulkKeys, BulkLink
-from moshpit.transport.conformance import PATIENCE_S, Party, make_chunk
+from moshpit.transport.conformance import Party, make_chunk
+from moshpit.transport.recorder import PATIENCE_S
 from moshpit.types import PeerId
 from moshpit.wire.framing import HEADER_BYTES, TAG_BYTES, ChunkHeader
 from tests.transport.benches import QUICK, TcpBench, run

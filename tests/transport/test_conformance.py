@@ -24,8 +24,11 @@ BENCHES = {
     "tcp-sealed": (TcpBench, {}),
     "tcp-plain": (TcpBench, {"sealed": False}),
     "tcp-ipv6": (TcpBench, {"host": "::1"}),
+    "stripes-sealed": (TcpBench, {"stripes": 4}),
+    "stripes-plain": (TcpBench, {"sealed": False, "stripes": 4}),
     "uvloop-sealed": (TcpBench, {}),
     "uvloop-plain": (TcpBench, {"sealed": False}),
+    "uvloop-stripes": (TcpBench, {"stripes": 4}),
     "memory": (MemoryBench, {}),
 }
 

@@ -15,7 +15,8 @@ from moshpit.errors import AdmissionError, HandshakeError, RemoteError
 from moshpit.identity.certificates import client_tls, server_tls
 from moshpit.identity.keys import PeerKey
 from moshpit.identity.tickets import RunKey
-from moshpit.transport.conformance import PATIENCE_S, Party, Recorder
+from moshpit.transport.conformance import Party
+from moshpit.transport.recorder import PATIENCE_S, Recorder
 from moshpit.transport.tcp import TcpTransport
 from moshpit.types import Address, PeerId, Role
 from moshpit.wire.framing import LENGTH

@@ -65,9 +65,9 @@ class BulkKeys:
             sealed,
         )
 
-    def offer(self) -> BulkOffer:
-        """Return the message that tells the other side."""
-        return BulkOffer(self.token, self.out, self.into, self.sealed)
+    def offer(self, stripe: int) -> BulkOffer:
+        """Return the message that tells the other side, of the connection with this number."""
+        return BulkOffer(self.token, self.out, self.into, self.sealed, stripe)
 
     @classmethod
     def offered(cls, offer: BulkOffer, sender: str) -> BulkKeys:
@@ -216,6 +216,7 @@ class BulkLink(asyncio.BufferedProtocol):
         self._arena = _Arena(HEADER_BYTES + payload_bytes_max + TAG_BYTES)
         self._transport: asyncio.Transport | None = None
         self._paused = False
+        self._staged = False
         self._dead = False
         self._fault: RemoteError | None = None
         self._sent = 0
@@ -266,6 +267,18 @@ class BulkLink(asyncio.BufferedProtocol):
 
     # --- in -------------------------------------------------------------------------------
 
+    def stage(self) -> None:
+        """From now on, ask for a payload's sink only when the payload is whole.
+
+        So no two connections that share a listener have a sink at once. Sealed ones are so
+        anyway: what is decrypted is whole.
+        """
+        self._staged = True
+        if self._sink is not None:
+            room = self._room(self._sink.nbytes)
+            room[: self._filled] = self._sink[: self._filled]
+            self._target, self._sink = room, None
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The opened socket was handed over."""
         self._transport = cast(asyncio.Transport, transport)
@@ -300,7 +313,7 @@ class BulkLink(asyncio.BufferedProtocol):
         if self._opener is not None:
             self._target = self._room(header.length + TAG_BYTES)
             return
-        self._sink = self._wanted(header)
+        self._sink = None if self._staged else self._wanted(header)
         self._target = self._room(header.length) if self._sink is None else self._sink
         if header.length == 0:
             self._finish(header)
@@ -308,6 +321,10 @@ class BulkLink(asyncio.BufferedProtocol):
     def _finish(self, header: ChunkHeader) -> None:
         if self._opener is not None:
             self._open(self._opener, header)
+        elif self._staged:
+            self._sink = self._wanted(header)
+            if self._sink is not None:
+                self._sink[:] = self._target[: header.length]
         sink = self._sink
         self._header, self._sink = None, None
         self._target, self._filled = self._head, 0

@@ -27,8 +27,7 @@ from moshpit.transport import handshake
 from moshpit.transport.control import ControlLink
 from moshpit.transport.handshake import CrossedError, Greeting, Proved, WithdrawnError
 from moshpit.transport.notices import NoticeLimiter
-from moshpit.transport.pair import connect_any
-from moshpit.transport.port import tune
+from moshpit.transport.sockets import connect_any, tune
 from moshpit.transport.state import PeerState
 from moshpit.types import Address, PeerId, short
 from moshpit.wire.framing import encode_message
@@ -110,7 +109,7 @@ class Doors:
         if expect == self._me.key.peer:
             raise HandshakeError(str(address), "self-dial", "a peer cannot dial itself")
         try:
-            sock, where = await connect_any((address,), self._config.dial_timeout_s, bulk=False)
+            sock, where = await connect_any((address,), self._config.dial_timeout_s)
         except OSError as error:
             reason = "refused" if isinstance(error, ConnectionRefusedError) else "unreachable"
             raise UnreachableError(str(address), reason, str(error)) from error
@@ -178,7 +177,7 @@ class Doors:
 
     async def welcome(self, sock: socket.socket, where: str) -> None:
         """Prove a dialer, or tell it why not; owns the socket."""
-        tune(sock, bulk=False)
+        tune(sock)
         link = self._new_link(where)
         try:
             await self._loop.connect_accepted_socket(

@@ -202,28 +202,3 @@ async def peek(sock: socket.socket) -> bytes:
             return sock.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
             continue
-
-
-def tune(sock: socket.socket, *, bulk: bool) -> None:
-    """Set the options of a connection; what the system does not know is left out."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = [
-        ("TCP_KEEPIDLE", 15),  # guess, seconds
-        ("TCP_KEEPINTVL", 5),  # guess, seconds
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", 20_000),  # guess, milliseconds without an acknowledgement
-    ]
-    for name, value in options:
-        option = getattr(socket, name, None)
-        if option is not None:
-            _try_option(sock, option, value)
-    if bulk and hasattr(socket, "TCP_CONGESTION"):
-        _try_option(sock, socket.TCP_CONGESTION, b"bbr")  # measured, design §6
-
-
-def _try_option(sock: socket.socket, option: int, value: int | bytes) -> None:
-    try:
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    except OSError:  # not allowed here, or not in this kernel
-        return

@@ -31,9 +31,10 @@ from moshpit.transport.control import ControlLink
 from moshpit.transport.doors import CLOSE_S, Doors
 from moshpit.transport.handshake import Proved
 from moshpit.transport.notices import NoticeLimiter
-from moshpit.transport.pair import BulkPair, PairContext
+from moshpit.transport.pair import BulkPair
 from moshpit.transport.port import TLS_RECORD, Port
 from moshpit.transport.state import PeerState
+from moshpit.transport.stripes import PairContext
 from moshpit.types import Address, PeerId, RunId, short
 from moshpit.wire.framing import ChunkHeader, decode_message, encode_message
 from moshpit.wire.messages import (
@@ -140,9 +141,7 @@ class TcpTransport(Transport):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         ending: list[ControlLink | bulk.BulkLink] = []
         for state in self._peers.values():
-            chunks = state.pair.close(graceful=True)
-            if chunks is not None:
-                ending.append(chunks)
+            ending += state.pair.close(graceful=True)
             if state.link is not None:
                 state.link.send(encode_message(LinkClose("closing")))
                 state.link.close()

@@ -160,6 +160,10 @@ class GroupKey(msgspec.Struct, frozen=True, array_like=True, order=True):
     epoch: int
     axis: int
     path: tuple[int, ...]
+    span: tuple[int, ...] = ()
+    """What is averaged: the chunks from the first number up to the second; (): the whole vector.
+
+    The columns of the torus schedule average a slice. Peers that cut otherwise have another key."""
 
 
 class Join(Message, frozen=True, tag=10):
@@ -236,6 +240,19 @@ class CallReply(Message, frozen=True, tag=16):
     ready_s: float
 
 
+class Columns(msgspec.Struct, frozen=True, array_like=True):
+    """The torus schedule: what a row's seats take to their columns before they give it out."""
+
+    spans: tuple[tuple[int, int], ...]
+    """For each seat, the chunks (from, up to) whose mean it holds and takes to its column."""
+    rows: int
+    """How many members a whole column has."""
+    hold_s: float
+    """How long a seat may hold what it has reduced; then the row's mean goes out."""
+    column_s: float
+    """How much of that is for the column's own round."""
+
+
 class GroupFormed(Message, frozen=True, tag=17):
     """The group: its joins in the order of the seats, and who reduces what.
 
@@ -249,10 +266,14 @@ class GroupFormed(Message, frozen=True, tag=17):
     bounds: tuple[int, ...]
     """Part j is the chunks from bounds[j] up to bounds[j+1]; M+1 numbers."""
     next_path: tuple[tuple[int, ...], ...]
-    """For each seat, the path of the next axis' key; empty tuples after the last axis."""
+    """For each seat, the path of the next axis' key; empty tuples after the last axis.
+
+    With ``columns``: that of its column; empty for seats that hold nothing."""
     deadline_s: float
     """How long the round may last at most, in each member's own time."""
     signature: bytes = b""
+    columns: Columns | None = None
+    """None: results go out as soon as they are there."""
 
 
 # --- group all-reduce ---------------------------------------------------------------------
@@ -340,6 +361,8 @@ class BulkOffer(Message, frozen=True, tag=30):
     key_in: bytes
     """The key by which you seal what you send on it."""
     sealed: bool
+    stripe: int = 0
+    """Which of our parallel bulk connections; 0 is the first."""
 
 
 class BulkAsk(Message, frozen=True, tag=31):
@@ -349,12 +372,14 @@ class BulkAsk(Message, frozen=True, tag=31):
     """The token of the last offer that I have had from you; empty: none."""
     reversed: bool
     """It would be my turn to dial, but I cannot reach you."""
+    stripe: int = 0
 
 
 class BulkRefused(Message, frozen=True, tag=32):
     """No bulk connection can be had between us, and why."""
 
     reason: str
+    stripe: int = 0
 
 
 class LinkProbe(Message, frozen=True, tag=33):
