@@ -1,0 +1,123 @@
+"""The swarm in one process, with what can happen to an epoch's averaging on a real network."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from moshpit.events import EpochReport, Outcome, RoundReport
+from moshpit.types import GroupId
+
+from .conftest import MemorySwarm
+
+Places = frozenset[tuple[int, int]]
+"""(peer, chunk)"""
+
+
+@dataclass(frozen=True)
+class Weather:
+    """What happens in one epoch.
+
+    Attributes:
+        lost: contributions that are not in the mean; everybody's report says so.
+        hidden: the same in a row of another group: only the mass behind the chunk is less.
+        missing: results that this peer did not get; it keeps its own values there.
+        failed: peers of which nobody gets anything, and that get nothing.
+        split: two halves average by themselves, and do not know of each other.
+    """
+
+    lost: Places = frozenset()
+    hidden: Places = frozenset()
+    missing: Places = frozenset()
+    failed: frozenset[int] = frozenset()
+    split: bool = False
+
+
+CALM = Weather()
+
+
+def storm(rng: random.Random, peers: int, chunks: int) -> Weather:
+    """Return random faults, most of them at single peers and chunks."""
+
+    def some(share: float) -> Places:
+        at = [(p, c) for p in range(peers) for c in range(chunks)]
+        return frozenset(place for place in at if rng.random() < share)
+
+    kind = rng.randrange(6)
+    return Weather(
+        lost=some(0.1) if kind == 1 else frozenset(),
+        hidden=some(0.1) if kind == 2 else frozenset(),
+        missing=some(0.15) if kind in (3, 4) else frozenset(),
+        failed=frozenset({rng.randrange(peers)}) if kind == 4 else frozenset(),
+        split=kind == 5,
+    )
+
+
+class FaultySwarm(MemorySwarm):
+    """Averages chunk by chunk, as the weather of each epoch has it."""
+
+    def __init__(self, size: int, chunk_numel: int) -> None:
+        super().__init__(size)
+        self.chunk_numel = chunk_numel
+        self.weather: dict[int, Weather] = {}
+
+    def _end_if_all_are_here(self) -> None:
+        if not self.here or any(i not in self.begun for i in self.here):
+            return
+        weather = self.weather.get(self.epoch, CALM)
+        self.last, self.begun = self.begun, {}
+        self.progress.clear()
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        seats = sorted(self.last)
+        there = [i for i in seats if i not in weather.failed]
+        half = len(there) // 2
+        for group in (there[:half], there[half:]) if weather.split else (there,):
+            for index in group:
+                self._end_chunked(epoch, index, group, weather)
+        for index in sorted(weather.failed & set(seats)):
+            self._end_chunked(epoch, index, [], weather)
+
+    def _end_chunked(self, epoch: int, index: int, group: list[int], weather: Weather) -> None:
+        averaging = self.last[index]
+        averaging.mean = averaging.vector.clone()
+        ledger, masses, missing, whole = [], [], [], bool(group)
+        starts = range(0, averaging.vector.numel(), self.chunk_numel)
+        for chunk, start in enumerate(starts):
+            weighs = [i for i in group if self.last[i].weight > 0]
+            known = [i for i in weighs if (i, chunk) not in weather.lost]
+            given = [i for i in known if (i, chunk) not in weather.hidden]
+            whole = whole and known == weighs
+            if not given or (index, chunk) in weather.missing:
+                ledger.append(1 << (group.index(index) if group else 0))
+                masses.append(averaging.weight)
+                missing.append(chunk)
+                continue
+            place = slice(start, start + self.chunk_numel)
+            mass = sum(self.last[i].weight for i in given)
+            total = sum(self.last[i].vector[place].double() * self.last[i].weight for i in given)
+            averaging.mean[place] = (total / mass).float()
+            ledger.append(sum(1 << group.index(i) for i in known))
+            masses.append(mass)
+        outcome = Outcome.COMPLETE if whole and not missing else Outcome.PARTIAL
+        averaging.report = EpochReport(
+            epoch=epoch,
+            rounds=(
+                RoundReport(
+                    epoch=epoch,
+                    axis=0,
+                    group=GroupId(epoch.to_bytes(16)),
+                    peers=tuple(self.peers[i].peer_id for i in group or [index]),
+                    seat=group.index(index) if group else 0,
+                    outcome=outcome if group else Outcome.FAILED,
+                    ledger=tuple(ledger),
+                    masses=tuple(masses),
+                    missing=tuple(missing),
+                    attempts=(0,) * len(ledger),
+                ),
+            ),
+            seconds=0.0,
+            stale=not group,
+        )
+        averaging.ended.set()
