@@ -247,14 +247,14 @@ def test_whole_vectors_are_encoded_like_chunks(codec: Codec) -> None:
 def test_threads_do_not_disturb_each_other(codec: Codec) -> None:
     """Several swarms of one process share the codecs, each in a thread of its own."""
     sources = [
-        torch.randn(40_000, generator=torch.Generator().manual_seed(seed)) for seed in range(4)
+        torch.randn(30_000, generator=torch.Generator().manual_seed(seed)) for seed in range(4)
     ]
     expected = [bytes(codec.encode(source)) for source in sources]
     wrong: list[int] = []
     start = threading.Barrier(len(sources))
 
     def work(index: int) -> None:
-        into = torch.empty(40_000)
+        into = torch.empty(30_000)
         start.wait()
         for _ in range(8):
             payload = codec.encode(sources[index])
