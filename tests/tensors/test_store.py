@@ -9,7 +9,7 @@ import torch
 
 from moshpit.tensors.codecs import Float32
 from moshpit.tensors.layout import ChunkPlan
-from moshpit.tensors.store import RoundStore
+from moshpit.tensors.store import Buffers, RoundStore
 from moshpit.types import GroupId
 from moshpit.wire.framing import ChunkHeader, ChunkKind
 
@@ -39,7 +39,9 @@ def receive(into: RoundStore, payload: bytes | memoryview, about: ChunkHeader) -
 def move(source: RoundStore, target: RoundStore, chunk: int, mass: float) -> None:
     """A contribution from one peer to another."""
     about = header(chunk)
-    buffer = receive(target, source.contribution(chunk), about)
+    payload = source.contribution(chunk)
+    assert payload is not None
+    buffer = receive(target, payload, about)
     assert target.fault(about, buffer) == ""
     target.accumulate(chunk, mass, buffer)
     target.release(buffer)
@@ -152,7 +154,7 @@ def test_non_finite_numbers_are_found_wherever_they_are(bad: float) -> None:
     for chunk, index in ((0, 0), (0, 31), (3, 99)):
         kept = b.local[index].item()
         b.local[index] = bad
-        buffer = receive(a, b.contribution(chunk), header(chunk))
+        buffer = receive(a, b.contribution(chunk) or b"", header(chunk))
         assert a.fault(header(chunk), buffer) == "non-finite"
         a.release(buffer)
         b.local[index] = kept
@@ -161,7 +163,7 @@ def test_non_finite_numbers_are_found_wherever_they_are(bad: float) -> None:
 def test_large_finite_numbers_are_no_fault() -> None:
     a, b = store(1), store(2)
     b.local.fill_(3e38)
-    buffer = receive(a, b.contribution(0), header(0))
+    buffer = receive(a, b.contribution(0) or b"", header(0))
     assert a.fault(header(0), buffer) == ""
 
 
@@ -217,7 +219,8 @@ def test_a_result_comes_once() -> None:
 def test_a_chunk_without_a_value_can_be_sent() -> None:
     """Mass 0 in the header says that nobody had anything; the bytes are not looked at."""
     a = store()
-    assert bytes(a.result_payload(0)) == bytes(a.contribution(0))
+    assert len(a.result_payload(0)) == 4 * PLAN.size(0)
+    assert len(a.result_payload(3)) == 4 * PLAN.size(3)
 
 
 def test_the_local_vector_is_only_read() -> None:
@@ -230,6 +233,89 @@ def test_the_local_vector_is_only_read() -> None:
     a.finish((1, 2, 3))
     assert torch.equal(a.local, before)
     assert a.local.data_ptr() != a.result.data_ptr()
+
+
+def in_place(seed: int, buffers: Buffers | None = None) -> RoundStore:
+    local = torch.randn(100, generator=torch.Generator().manual_seed(seed))
+    return RoundStore(local, local, PLAN, CODEC, buffers)
+
+
+def test_means_can_take_the_place_of_the_local_values() -> None:
+    a, b = in_place(1), in_place(2)
+    exact = (a.local + b.local) / 2
+    alone = b.local[PLAN.slice(3)].clone()
+    for chunk in range(3):
+        reducer, other = (a, b) if chunk < 2 else (b, a)
+        move(other, reducer, chunk, 1.0)
+        reducer.accumulate_own(chunk, 1.0)
+        reducer.finalize(chunk, 2.0)
+        pass_on(reducer, other, chunk)
+        assert other.contribution(chunk) is None  # the mean is no contribution
+        assert reducer.contribution(chunk) is None
+    a.finish((3,))
+    b.finish((3,))
+    assert torch.equal(a.result[:96], exact[:96])
+    assert torch.equal(a.result[:96], b.result[:96])
+    assert torch.equal(b.result[96:], alone)
+
+
+def test_a_sum_given_up_in_place_leaves_the_local_values() -> None:
+    a, b = in_place(1), in_place(2)
+    before = a.local.clone()
+    move(b, a, 0, 5.0)
+    a.accumulate_own(0, 1.0)
+    a.reset(0)
+    a.finish((0, 1, 2, 3))
+    assert torch.equal(a.result, before)
+
+
+def test_a_sum_keeps_the_buffer_that_it_grew_from() -> None:
+    buffers = Buffers()
+    a, b = in_place(1, buffers), in_place(2)
+    expected = (a.local[:32] + b.local[:32]) / 2
+    move(b, a, 0, 1.0)
+    other = a.sink(header(1))
+    assert other is not None
+    other[:] = b"\xff" * 128  # would spoil the sum if it were the same memory
+    a.release(other)
+    a.accumulate_own(0, 1.0)
+    a.finalize(0, 2.0)
+    assert torch.equal(a.result[:32], expected)
+
+
+def test_the_round_before_serves_what_it_had() -> None:
+    first = in_place(1)
+    first.accumulate_own(0, 1.0)
+    first.finalize(0, 1.0)
+    first.finish((1, 2, 3))
+    had = [bytes(first.result_payload(0)), bytes(first.contribution(1) or b"")]
+    second = RoundStore(first.result, first.result, PLAN, CODEC, before=first)
+    third = RoundStore(first.result, first.result, PLAN, CODEC, before=second)
+    other = in_place(2)
+    for chunk in (0, 1):
+        move(other, third, chunk, 1.0)
+        third.accumulate_own(chunk, 1.0)
+        third.finalize(chunk, 2.0)
+    third.finish((2, 3))
+    assert [bytes(first.result_payload(0)), bytes(first.contribution(1) or b"")] == had
+    assert bytes(third.result_payload(0)) != had[0]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_vectors_that_are_given_back_do_not_matter_any_more(ended: bool, shared: bool) -> None:
+    a = in_place(1) if shared else store(1)
+    vectors = [a.local, a.result]
+    a.accumulate_own(0, 1.0)
+    a.finalize(0, 1.0)
+    if ended:
+        a.finish((1, 2, 3))
+    had = bytes(a.result_payload(0)), bytes(a.contribution(1) or b"")
+    a.move_out(ended=ended)
+    for vector in vectors:
+        vector.fill_(7.0)
+    assert bytes(a.result_payload(0)) == had[0]
+    assert bytes(a.contribution(1) or b"") == (had[1] if shared or not ended else b"")
 
 
 def test_vectors_that_require_gradients_are_detached() -> None:

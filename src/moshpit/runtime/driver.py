@@ -18,45 +18,35 @@ import torch
 
 from moshpit.config import SwarmConfig
 from moshpit.errors import ClosedError, LocalError, MoshpitError, RemoteError
-from moshpit.events import EpochReport, Notice, RoundReport
+from moshpit.events import EpochReport, Notice
 from moshpit.protocol.machine import (
-    Accumulate,
-    AccumulateOwn,
     AveragingDue,
     AveragingEnded,
     BeginAveraging,
-    CancelSends,
     ChunkArrived,
     CloseRound,
     Effect,
     Emit,
     Event,
-    Finalize,
     GroupReady,
     Leave,
     LinkDown,
     LinkUp,
     LocalProgress,
     Received,
-    ResetSum,
-    RoundEnded,
     SeekFailed,
     Send,
-    SendContribution,
-    SendResult,
     Signer,
     Silent,
-    TakeResult,
     Tick,
     View,
 )
 from moshpit.protocol.node import Node
 from moshpit.runtime.helpdesk import HelpDesk
 from moshpit.runtime.jobs import Averaging
-from moshpit.runtime.outbox import LiveRound, Outbox
+from moshpit.runtime.rounds import Rounds
 from moshpit.tensors.codecs import Codec
 from moshpit.tensors.layout import ChunkPlan
-from moshpit.tensors.store import RoundStore
 from moshpit.transport.base import Transport
 from moshpit.types import Address, GroupId, PeerId, Role
 from moshpit.wire.framing import ChunkHeader
@@ -122,13 +112,8 @@ class Driver:
         self.node: Node
         self._started = False
         self.counters = Counters()
-        self._live: dict[GroupId, LiveRound] = {}
-        self._reports: dict[GroupId, RoundReport] = {}
-        self._outbox = Outbox(transport, codec, self._live)
+        self._rounds = Rounds(transport, codec)
         self._desk = HelpDesk(transport, self._tell, dial_s=config.transport.dial_timeout_s)
-        self._inbound: dict[PeerId, tuple[GroupId, memoryview]] = {}
-        self._arrived: tuple[RoundStore, memoryview] | None = None
-        self._job: Averaging | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._busy = True  # until there is a node, events wait
@@ -210,12 +195,9 @@ class Driver:
             await asyncio.gather(self._contact_task, return_exceptions=True)
         if self._timer is not None:
             self._timer.cancel()
-        if self._job is not None:
-            self._job.fail(ClosedError("the swarm was closed"))
-            self._job = None
         await self._desk.close()
         await self._transport.close()
-        self._live.clear()
+        self._rounds.fail(ClosedError("the swarm was closed"))
 
     async def until(self, wanted: Callable[[View], bool], timeout_s: float) -> bool:
         """Wait until the view is as wanted; False if it is not in time."""
@@ -243,13 +225,13 @@ class Driver:
     @property
     def bytes_sent(self) -> int:
         """Payload bytes of chunks, over this peer's life."""
-        return self._outbox.bytes_sent
+        return self._rounds.outbox.bytes_sent
 
     # --- what the trainer asks ------------------------------------------------------------
 
-    def attach(self, schema: bytes, target: float) -> None:
+    def attach(self, schema: bytes, target: float, epoch: int = 0) -> None:
         """See `Node.attach`."""
-        self._run(self.node.attach(schema, target, self._loop.time()))
+        self._run(self.node.attach(schema, target, self._loop.time(), epoch))
 
     def report_progress(self, samples: float, rate: float, step_s: float) -> None:
         """See `moshpit.protocol.machine.LocalProgress`."""
@@ -263,10 +245,9 @@ class Driver:
         if self._closed:
             job.fail(ClosedError("the swarm is closed"))
             return
-        if self._job is not None:
+        if not self._rounds.begin(job):
             job.fail(LocalError("an averaging is under way; wait for it first"))
             return
-        self._job = job
         self.handle(
             BeginAveraging(
                 weight=weight,
@@ -277,6 +258,10 @@ class Driver:
                 always_weighs=always,
             )
         )
+
+    async def abandon(self, job: Averaging) -> None:
+        """Nobody waits for this averaging any more, and its vectors are wanted back."""
+        job.give_back()
 
     # --- the node -------------------------------------------------------------------------
 
@@ -319,42 +304,21 @@ class Driver:
             match effect:
                 case Send(peer=peer, message=message):
                     self._transport.send(peer, message)
-                case SendContribution(peer=peer) | SendResult(peer=peer):
-                    self._outbox.put(peer, effect)
-                case Accumulate(chunk=chunk, mass=mass):
-                    store, buffer = self._arrival()
-                    store.accumulate(chunk, mass, buffer)
-                case TakeResult(chunk=chunk):
-                    store, buffer = self._arrival()
-                    store.take(chunk, buffer)
-                case AccumulateOwn(group=group, chunk=chunk, mass=mass):
-                    self._live[group].store.accumulate_own(chunk, mass)
-                case ResetSum(group=group, chunk=chunk):
-                    self._live[group].store.reset(chunk)
-                case Finalize(group=group, chunk=chunk, mass=mass):
-                    self._live[group].store.finalize(chunk, mass)
-                case CancelSends(peer=peer, group=group):
-                    self._outbox.cancel(peer, group)
                 case Emit(notice=notice):
                     self._tell(notice)
                 case _:
-                    self._course(effect)
-
-    def _arrival(self) -> tuple[RoundStore, memoryview]:
-        assert self._arrived is not None, "a payload effect outside of a chunk's arrival"
-        return self._arrived
+                    if not self._rounds.execute(effect):
+                        self._course(effect)
 
     def _course(self, effect: Effect) -> None:
         """Effects about the course of an averaging."""
         match effect:
             case GroupReady(formed=formed):
-                self._group_ready(GroupId(formed.group))
-            case RoundEnded(report=report):
-                self._round_ended(report)
+                self._rounds.open(GroupId(formed.group))
+                self._idle.clear()
             case CloseRound(group=group):
-                self._live.pop(group, None)
-                self._outbox.close_round(group)
-                if not self._live:
+                self._rounds.close(group)
+                if not self._rounds.any_open:
                     self._idle.set()
             case AveragingDue(epoch=epoch):
                 self._averaging_due(epoch)
@@ -365,24 +329,7 @@ class Driver:
             case _:
                 raise AssertionError(f"effect without a driver: {effect}")
 
-    # --- rounds ---------------------------------------------------------------------------
-
-    def _group_ready(self, group: GroupId) -> None:
-        job = self._job
-        assert job is not None
-        store = RoundStore(job.current, torch.empty_like(job.current), job.plan, self._codec)
-        self._live[group] = LiveRound(store, job)
-        self._idle.clear()
-
-    def _round_ended(self, report: RoundReport) -> None:
-        live = self._live[report.group]
-        live.store.finish(report.missing)
-        if live.job is not None:
-            live.job.current = live.store.result
-            live.job = None
-        self._reports[report.group] = msgspec.structs.replace(
-            report, bytes_sent=live.bytes_sent, bytes_received=live.bytes_received
-        )
+    # --- averaging ------------------------------------------------------------------------
 
     def _averaging_due(self, epoch: int) -> None:
         if self._role is Role.AUX:
@@ -395,17 +342,13 @@ class Driver:
         schema = self.node.view.me.schema
         numel = int.from_bytes(schema[8:], "little")
         plan = ChunkPlan.of(numel, self._config.transport)
-        job = Averaging(torch.zeros(numel), plan)
+        job = Averaging(torch.zeros(numel), plan, in_place=True)
         self._loop.call_soon(self.begin, job, 0.0, schema, epoch, False)
 
     def _averaging_ended(self, report: EpochReport) -> None:
-        rounds = tuple(self._reports.pop(r.group, r) for r in report.rounds)
-        report = msgspec.structs.replace(report, rounds=rounds)
-        self._reports.clear()
+        report = self._rounds.complete(report)
         self._count(report)
-        job, self._job = self._job, None
-        if job is not None:
-            job.finish(report)
+        self._rounds.finish(report)
 
     def _count(self, report: EpochReport) -> None:
         counters = self.counters
@@ -424,8 +367,7 @@ class Driver:
 
     def on_lost(self, peer: PeerId, refused: bool, detail: str) -> None:
         """See `moshpit.transport.base.Handler`."""
-        self._outbox.forget(peer)
-        self._release(peer)
+        self._rounds.forget(peer)
         self.handle(LinkDown(peer, refused, detail))
 
     def on_message(self, peer: PeerId, message: AnyMessage) -> None:
@@ -437,51 +379,30 @@ class Driver:
 
     def chunk_sink(self, peer: PeerId, header: ChunkHeader) -> memoryview | None:
         """See `moshpit.transport.base.Handler`."""
-        self._release(peer)
-        live = self._live.get(header.group)
-        if live is None:
-            self.handle(ChunkArrived(peer, header, "unknown-group"))
-            return None
-        sink = live.store.sink(header)
+        sink, fault = self._rounds.sink(peer, header)
         if sink is None:
-            self.handle(ChunkArrived(peer, header, "wrong-size"))
-            return None
-        self._inbound[peer] = (header.group, sink)
+            self.handle(ChunkArrived(peer, header, fault))
         return sink
 
     def on_chunk(self, peer: PeerId, header: ChunkHeader) -> None:
         """See `moshpit.transport.base.Handler`."""
-        inbound = self._inbound.pop(peer, None)
-        if inbound is None:
-            return
-        group, buffer = inbound
-        live = self._live.get(group)
-        if live is None:
-            return
-        live.bytes_received += header.length
-        self.counters.payload_received += header.length
-        fault = live.store.fault(header, buffer)
         assert not self._busy, "a chunk arrived in the middle of another event"
-        self._arrived = (live.store, buffer)
+        fault = self._rounds.arrived(peer, header)
+        if fault is None:
+            return
+        self.counters.payload_received += header.length
         try:
             self.handle(ChunkArrived(peer, header, fault))
         finally:
-            self._arrived = None
-            live.store.release(buffer)
-
-    def _release(self, peer: PeerId) -> None:
-        """Give back the buffer of a chunk that was cut short."""
-        inbound = self._inbound.pop(peer, None)
-        if inbound is not None and inbound[0] in self._live:
-            self._live[inbound[0]].store.release(inbound[1])
+            self._rounds.dispose()
 
     def chunks_wanted(self, peer: PeerId) -> None:
         """See `moshpit.transport.base.Handler`."""
-        self._outbox.pump(peer)
+        self._rounds.outbox.pump(peer)
 
     def bulk_reset(self, peer: PeerId) -> None:
         """See `moshpit.transport.base.Handler`."""
-        self._outbox.send_again(peer)
+        self._rounds.outbox.send_again(peer)
 
     def addresses_of(self, peer: PeerId) -> Sequence[Address]:
         """See `moshpit.transport.base.Handler`."""

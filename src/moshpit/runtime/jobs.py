@@ -9,20 +9,31 @@ import torch
 from moshpit.errors import LocalError, MoshpitError
 from moshpit.events import EpochReport
 from moshpit.tensors.layout import ChunkPlan
+from moshpit.tensors.store import RoundStore
 
 
 class Averaging:
     """One epoch's averaging, begun and maybe not yet ended.
 
     The network thread writes it, the trainer waits for it or looks in now and then.
+
+    Args:
+        vector: the snapshot; float32, one-dimensional.
+        plan: how it is cut.
+        in_place: the means take the place of the snapshot, so that no second vector is needed.
+        lent: the vectors are used for something else as soon as the averaging has ended.
     """
 
-    def __init__(self, vector: torch.Tensor, plan: ChunkPlan) -> None:
+    def __init__(
+        self, vector: torch.Tensor, plan: ChunkPlan, *, in_place: bool = False, lent: bool = False
+    ) -> None:
         self.plan = plan
-        self.local = vector
-        """The snapshot; float32, one-dimensional, not written to."""
+        self.in_place = in_place
+        self.lent = lent
         self.current = vector
         """The value after the rounds so far; the network thread's until `done`."""
+        self.stores: list[RoundStore] = []
+        """The bytes of its rounds, in order; the network thread's."""
         self._ended = threading.Event()
         self._report: EpochReport | None = None
         self._error: MoshpitError | None = None
@@ -30,6 +41,11 @@ class Averaging:
     def done(self) -> bool:
         """Whether it has ended."""
         return self._ended.is_set()
+
+    @property
+    def settled(self) -> bool:
+        """Whether nobody can ask for anything of its rounds so far any more."""
+        return all(store.closed for store in self.stores)
 
     @property
     def stale(self) -> bool:
@@ -56,6 +72,14 @@ class Averaging:
         if not self._ended.wait(timeout_s):
             raise TimeoutError(f"the averaging did not end within {timeout_s} s")
         return self.report
+
+    def give_back(self) -> None:
+        """The caller wants the vectors back: what others may still ask for is copied. In the
+        network thread."""
+        for store in self.stores:
+            store.move_out(ended=self.done())
+        if not self.done():
+            self.current = self.stores[-1].result if self.stores else self.current.clone()
 
     def finish(self, report: EpochReport) -> None:
         """Called by the network thread, once."""

@@ -27,12 +27,12 @@ class LiveRound:
 
     Attributes:
         store: the values.
-        job: the averaging that waits for it, until the round has ended.
+        job: the averaging that it belongs to.
         bytes_sent, bytes_received: payload bytes.
     """
 
     store: RoundStore
-    job: Averaging | None
+    job: Averaging
     bytes_sent: int = 0
     bytes_received: int = 0
 
@@ -97,6 +97,8 @@ class Outbox:
     def _send(self, live: LiveRound, item: Payload) -> bool:
         if isinstance(item, SendContribution):
             payload, kind, seats = live.store.contribution(item.chunk), ChunkKind.CONTRIBUTION, 0
+            if payload is None:
+                return True
         else:
             payload, kind = live.store.result_payload(item.chunk), ChunkKind.RESULT
             seats = item.seats

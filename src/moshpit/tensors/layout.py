@@ -92,6 +92,13 @@ class VectorLayout:
             for entry, tensor in self._pairs(tensors):
                 vector[entry.start : entry.stop].view(entry.shape).copy_(tensor)
 
+    def as_vector(self, tensors: Sequence[torch.Tensor] = ()) -> torch.Tensor | None:
+        """Return the tensors as a vector that is their own memory, if it can be: a single
+        contiguous float32 tensor on the CPU."""
+        (_, only), *others = self._pairs(tensors)
+        simple = only.dtype == torch.float32 and only.device.type == "cpu" and only.is_contiguous()
+        return None if others or not simple else only.detach().view(-1)
+
     def write_back(self, vector: torch.Tensor, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Copy the vector into the tensors, in their dtypes and on their devices.
 

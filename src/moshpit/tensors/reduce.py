@@ -10,7 +10,7 @@ _HEADROOM = 64  # seats of a group: with equal masses the scale never has to cha
 
 
 class WeightedSum:
-    r"""The running :math:`\sum_i m_i x_i` of one chunk, in memory that is given.
+    r"""The running :math:`\sum_i m_i x_i` of one chunk.
 
     It is kept as :math:`\sum_i (r_i / s)\,x_i` with :math:`r_i = m_i / m_1` and a power of two
     :math:`s \ge \sum_i r_i`, so that no intermediate value is larger than the largest
@@ -19,15 +19,17 @@ class WeightedSum:
     A single contribution stays as it is, bit by bit.
 
     Args:
-        into: the sum's memory, shape (n,); what is in it is overwritten.
+        first: the first contribution, shape (n,), finite. Its memory becomes the sum's.
+        mass: the weight behind it, finite and positive.
     """
 
-    def __init__(self, into: torch.Tensor) -> None:
-        self._sum = into
-        self._first = 0.0
-        self._ratio = 0.0
+    def __init__(self, first: torch.Tensor, mass: float) -> None:
+        assert 0 < mass < math.inf, f"mass {mass}"
+        self._sum = first
+        self._first = mass
+        self._ratio = 1.0
         self._scale = 1.0
-        self._count = 0
+        self._count = 1
 
     @property
     def mass(self) -> float:
@@ -38,10 +40,6 @@ class WeightedSum:
         """Add ``mass * values``; values of shape (n,), finite; mass finite and positive."""
         assert 0 < mass < math.inf, f"mass {mass}"
         self._count += 1
-        if self._count == 1:
-            self._first, self._ratio = mass, 1.0
-            self._sum.copy_(values)
-            return
         ratio = mass / self._first
         self._ratio += ratio
         if self._ratio > self._scale:
@@ -50,16 +48,17 @@ class WeightedSum:
             self._scale = scale
         self._sum.add_(values, alpha=ratio / self._scale)
 
-    def finish(self) -> None:
-        """Turn the sum into the mean, in place."""
-        assert self._count, "the mean of nothing"
-        if self._count > 1:
-            self._sum.div_(self._ratio / self._scale)
-            if not is_finite(self._sum):
-                # Only rounding at the very edge of the range can do this: the mean of finite
-                # numbers is finite.
-                limit = torch.finfo(torch.float32).max
-                self._sum.clamp_(-limit, limit)
+    def mean_into(self, place: torch.Tensor) -> None:
+        """Write the mean, shape (n,); the sum is not to be used any more."""
+        if self._count == 1:
+            place.copy_(self._sum)
+            return
+        torch.div(self._sum, self._ratio / self._scale, out=place)
+        if not is_finite(place):
+            # Only rounding at the very edge of the range can do this: the mean of finite
+            # numbers is finite.
+            limit = torch.finfo(torch.float32).max
+            place.clamp_(-limit, limit)
 
 
 def is_finite(values: torch.Tensor) -> bool:

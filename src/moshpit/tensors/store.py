@@ -1,12 +1,18 @@
 """The bytes of one round at one peer: what the payload effects of the machine do.
 
-Everything here runs in the network thread. The local vector is only read; the trainer leaves
-both vectors alone until the round has ended.
+Everything here runs in the network thread. The trainer leaves the vectors alone until the
+averaging has ended.
 
 Chunks arrive in buffers of their own, never in the result's memory: a connection may still be
 writing a chunk when the same chunk comes from somebody else, or when the round ends, and what
 it writes must not reach a value that is already in use. The copy costs less than a tenth of
 what receiving costs.
+
+Means may take the place of the local values (``result`` is ``local``): a peer that has the
+result of a chunk is never asked for its contribution again in a way that counts, since who
+reduces afresh asks first whether anybody holds a result. So a round needs no second vector,
+and the next round of the same averaging goes on in the same memory; what the one before must
+still be able to serve is copied aside chunk by chunk, only while somebody may ask (`preserve`).
 """
 
 from __future__ import annotations
@@ -21,49 +27,107 @@ from moshpit.wire.framing import ChunkHeader
 BUFFERS_KEPT = 64  # guess: free buffers that are kept for reuse; one a link is in use at most
 
 
+class Buffers:
+    """Memory for chunks that arrive, used again and again.
+
+    New memory is slow: the system clears each page of it first.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[bytearray] = []
+        self._bytes = 0
+
+    def take(self, size: int) -> memoryview:
+        """Return ``size`` bytes."""
+        if size > self._bytes:
+            self._free.clear()
+            self._bytes = size  # the chunks of a vector are equal, but for the last one
+        memory = self._free.pop() if self._free else bytearray(self._bytes)
+        return memoryview(memory)[:size]
+
+    def give(self, buffer: memoryview) -> None:
+        """Take a buffer back; nobody may use it any more."""
+        memory = buffer.obj
+        if (
+            isinstance(memory, bytearray)
+            and len(memory) == self._bytes
+            and len(self._free) < BUFFERS_KEPT
+        ):
+            self._free.append(memory)
+
+
 class RoundStore:
     """The payloads of one round.
 
     Args:
-        local: this peer's value, float32 of shape (numel,), contiguous; only read.
-        result: where the round's means go, of the same kind. Until `finish`, its content
-            means something only in chunks that were finalized or taken.
+        local: this peer's value, float32 of shape (numel,), contiguous.
+        result: where the round's means go, of the same kind; may be ``local`` itself. Until
+            `finish`, its content means something only in chunks that were finalized or taken.
         plan: how they are cut.
         codec: how chunks are encoded.
+        buffers: memory for what arrives; shared by the rounds of a peer.
+        before: the round before in the same averaging, if it has left its result in ``result``.
+
+    Attributes:
+        local, result: the vectors.
+        closed: nobody asks for anything any more.
     """
 
     def __init__(
-        self, local: torch.Tensor, result: torch.Tensor, plan: ChunkPlan, codec: Codec
+        self,
+        local: torch.Tensor,
+        result: torch.Tensor,
+        plan: ChunkPlan,
+        codec: Codec,
+        buffers: Buffers | None = None,
+        *,
+        before: RoundStore | None = None,
     ) -> None:
         assert local.shape == result.shape == (plan.numel,), "vectors of another plan"
         self.local = local.detach()
         self.result = result.detach()
+        self._in_place = local.data_ptr() == result.data_ptr()
         self._plan = plan
         self._codec = codec
+        self._before = before
+        self.closed = False
+        self._gone = False  # the local value was given back
         self._sums: dict[int, WeightedSum] = {}
+        self._held: dict[int, memoryview] = {}  # buffers that have become sums, by chunk
+        self._held_memory: set[int] = set()
         self._have: set[int] = set()
         self._encoded: dict[int, memoryview] = {}
-        self._buffers: list[bytearray] = []
-        self._buffer_bytes = codec.encoded_bytes(plan.chunk_numel)
+        self._aside: dict[int, torch.Tensor] = {}
+        self._buffers = Buffers() if buffers is None else buffers
         self._decoded: tuple[int, torch.Tensor] | None = None
 
     # --- sending --------------------------------------------------------------------------
 
-    def contribution(self, chunk: int) -> memoryview:
-        """Return the payload of this peer's value of a chunk."""
-        return self._codec.encode(self.local[self._plan.slice(chunk)])
+    def contribution(self, chunk: int) -> memoryview | None:
+        """Return the payload of this peer's value of a chunk; None if it is not needed any more,
+        because this peer has the result."""
+        if self._gone or (self._in_place and chunk in self._have):
+            return None
+        return self._codec.encode(self._local(chunk))
 
     def result_payload(self, chunk: int) -> memoryview:
         """Return the payload of a chunk's result, as its reducer encoded it.
 
-        A chunk without a value (mass 0 in the header) is sent with this peer's own numbers;
-        nobody looks at them.
+        A chunk without a value (mass 0 in the header) is sent with any numbers; nobody looks
+        at them.
         """
         if chunk not in self._have:
-            return self.contribution(chunk)
+            return memoryview(bytes(self._codec.encoded_bytes(self._plan.size(chunk))))
         if self._codec.in_place:
-            return self._codec.encode(self.result[self._plan.slice(chunk)])
+            return self._codec.encode(self._aside.get(chunk, self._result(chunk)))
         return self._encoded[chunk]
+
+    def _local(self, chunk: int) -> torch.Tensor:
+        kept = self._aside.get(chunk) if self._in_place else None
+        return self.local[self._plan.slice(chunk)] if kept is None else kept
+
+    def _result(self, chunk: int) -> torch.Tensor:
+        return self.result[self._plan.slice(chunk)]
 
     # --- receiving ------------------------------------------------------------------------
 
@@ -76,15 +140,13 @@ class RoundStore:
             return None
         if header.length != self._codec.encoded_bytes(self._plan.size(header.chunk)):
             return None
-        buffer = self._buffers.pop() if self._buffers else bytearray(self._buffer_bytes)
-        return memoryview(buffer)[: header.length]
+        return self._buffers.take(header.length)
 
     def release(self, buffer: memoryview) -> None:
         """Take a buffer back; nobody may write to it any more."""
-        memory = buffer.obj
         self._decoded = None
-        if isinstance(memory, bytearray) and len(self._buffers) < BUFFERS_KEPT:
-            self._buffers.append(memory)
+        if id(buffer.obj) not in self._held_memory:
+            self._buffers.give(buffer)
 
     def fault(self, header: ChunkHeader, buffer: memoryview) -> str:
         """Return why a payload is unusable: ``wrong-size``, ``undecodable``, ``non-finite``, or
@@ -113,35 +175,51 @@ class RoundStore:
 
     def accumulate(self, chunk: int, mass: float, buffer: memoryview) -> None:
         """Add a contribution that has arrived."""
-        self._sum(chunk).add(self._values(buffer), mass)
+        values = self._values(buffer)
+        if self._add(chunk, values, mass):
+            return
+        if not self._codec.in_place:
+            values = values.clone()
+        else:
+            # The buffer itself becomes the sum; `release` leaves it alone until then.
+            self._held[chunk] = buffer
+            self._held_memory.add(id(buffer.obj))
+        self._sums[chunk] = WeightedSum(values, mass)
 
     def accumulate_own(self, chunk: int, mass: float) -> None:
         """Add this peer's own contribution."""
-        self._sum(chunk).add(self.local[self._plan.slice(chunk)], mass)
+        values = self._local(chunk)
+        if not self._add(chunk, values, mass):
+            self._sums[chunk] = WeightedSum(values.clone(), mass)
 
     def reset(self, chunk: int) -> None:
         """Forget a sum."""
         self._sums.pop(chunk, None)
+        held = self._held.pop(chunk, None)
+        if held is not None:
+            self._held_memory.discard(id(held.obj))
+            self._buffers.give(held)
 
     def finalize(self, chunk: int, mass: float) -> None:
         """Make the mean, and take it as everybody else will: encoded and decoded."""
-        total = self._sums.pop(chunk)
+        total = self._sums[chunk]
         assert abs(total.mass - mass) <= 1e-6 * mass, f"mass {total.mass}, expected {mass}"
-        total.finish()
-        place = self.result[self._plan.slice(chunk)]
+        place = self._place(chunk)
+        total.mean_into(place)
+        self.reset(chunk)
         if not self._codec.in_place:
             payload = self._codec.encode(place)
             self._codec.decode_into(payload, place)
             self._encoded[chunk] = payload
         self._have.add(chunk)
 
-    def _sum(self, chunk: int) -> WeightedSum:
+    def _add(self, chunk: int, values: torch.Tensor, mass: float) -> bool:
+        assert chunk not in self._have, f"chunk {chunk} has its result"
         total = self._sums.get(chunk)
         if total is None:
-            assert chunk not in self._have, f"chunk {chunk} has its result"
-            # The sum grows in the place of the result, so that a round needs no more memory.
-            total = self._sums[chunk] = WeightedSum(self.result[self._plan.slice(chunk)])
-        return total
+            return False
+        total.add(values, mass)
+        return True
 
     # --- results --------------------------------------------------------------------------
 
@@ -149,7 +227,7 @@ class RoundStore:
         """Keep the result that has arrived."""
         assert chunk not in self._have, f"chunk {chunk} has its result"
         assert chunk not in self._sums, f"chunk {chunk} is being reduced here"
-        self.result[self._plan.slice(chunk)].copy_(self._values(buffer))
+        self._place(chunk).copy_(self._values(buffer))
         if not self._codec.in_place:
             self._encoded[chunk] = memoryview(bytes(buffer))
         self._have.add(chunk)
@@ -157,8 +235,45 @@ class RoundStore:
     def finish(self, missing: tuple[int, ...] = ()) -> None:
         """The round has ended: every chunk without a result, and those in ``missing``, keep the
         local value."""
-        self._sums.clear()
+        for chunk in list(self._sums):
+            self.reset(chunk)
+        if self._in_place:
+            return
         for chunk in range(self._plan.chunks):
             if chunk not in self._have or chunk in missing:
-                place = self._plan.slice(chunk)
-                self.result[place].copy_(self.local[place])
+                self._result(chunk).copy_(self._local(chunk))
+
+    def _place(self, chunk: int) -> torch.Tensor:
+        """Return where a result goes, when what is there now is safe."""
+        if self._before is not None:
+            self._before.preserve(chunk)
+        return self._result(chunk)
+
+    # --- after its end --------------------------------------------------------------------
+
+    def preserve(self, chunk: int) -> None:
+        """The next round is about to write there: copy aside what may still be asked for."""
+        if self.closed or chunk in self._aside:
+            return
+        self._aside[chunk] = self._result(chunk).clone()
+        if self._before is not None and chunk not in self._have:
+            self._before.preserve(chunk)
+
+    def move_out(self, *, ended: bool) -> None:
+        """The vectors are wanted back: copy what others may still ask for.
+
+        Args:
+            ended: the round has its result; this peer's own value is not asked for any more.
+        """
+        if self.closed:
+            return
+        self._gone = ended and not self._in_place
+        result = self.result.clone()
+        self.local = result if self._in_place or ended else self.local.clone()
+        self.result = result
+
+    def close(self) -> None:
+        """Nobody asks any more."""
+        self.closed = True
+        self._aside.clear()
+        self._before = None

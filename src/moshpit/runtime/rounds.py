@@ -1,0 +1,213 @@
+"""The bytes of the rounds at this peer: what the effects about payloads do to memory.
+
+One averaging at a time has its rounds here, each with a `RoundStore`; rounds that have ended
+stay until the node closes them, for groupmates that still ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import msgspec
+import torch
+
+from moshpit.errors import MoshpitError
+from moshpit.events import EpochReport, RoundReport
+from moshpit.protocol.machine import (
+    Accumulate,
+    AccumulateOwn,
+    CancelSends,
+    Effect,
+    Finalize,
+    ResetSum,
+    RoundEnded,
+    SendContribution,
+    SendResult,
+    TakeResult,
+)
+from moshpit.runtime.jobs import Averaging
+from moshpit.runtime.outbox import LiveRound, Outbox
+from moshpit.tensors.codecs import Codec
+from moshpit.tensors.store import Buffers, RoundStore
+from moshpit.transport.base import Transport
+from moshpit.types import GroupId, PeerId
+from moshpit.wire.framing import ChunkHeader
+
+SETTLE_S: Final = 0.05  # guess: about as long as copying 200 MB takes
+
+
+class Rounds:
+    """All rounds of a peer; in the network thread.
+
+    Args:
+        transport: where chunks go.
+        codec: how they are encoded.
+
+    Attributes:
+        outbox: the chunks on their way out.
+    """
+
+    def __init__(self, transport: Transport, codec: Codec) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._codec = codec
+        self._live: dict[GroupId, LiveRound] = {}
+        self._reports: dict[GroupId, RoundReport] = {}
+        self.outbox = Outbox(transport, codec, self._live)
+        self._buffers = Buffers()
+        self._inbound: dict[PeerId, tuple[GroupId, memoryview]] = {}
+        self._arrived: tuple[RoundStore, memoryview] | None = None
+        self._job: Averaging | None = None
+        self._ended: tuple[Averaging, EpochReport] | None = None
+
+    @property
+    def any_open(self) -> bool:
+        """Whether somebody may still ask for something."""
+        return bool(self._live)
+
+    # --- an averaging ---------------------------------------------------------------------
+
+    def begin(self, job: Averaging) -> bool:
+        """The next rounds are this averaging's; False if another one is under way."""
+        if self._job is not None:
+            return False
+        self._job = job
+        return True
+
+    def complete(self, report: EpochReport) -> EpochReport:
+        """Return the report with the bytes that were moved."""
+        rounds = tuple(self._reports.pop(r.group, r) for r in report.rounds)
+        self._reports.clear()
+        return msgspec.structs.replace(report, rounds=rounds)
+
+    def finish(self, report: EpochReport) -> None:
+        """The averaging has ended: hand it out, lent vectors when nobody asks for them."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        self._ended = (job, report)
+        if job.settled or not job.lent:
+            self._give_out()
+        else:
+            self._loop.call_later(SETTLE_S, self._give_back, job)
+
+    def _give_back(self, job: Averaging) -> None:
+        """Some groupmates are slower: what they may ask for is copied, the vectors are free."""
+        if self._ended is not None and self._ended[0] is job:
+            job.give_back()
+            self._give_out()
+
+    def _give_out(self) -> None:
+        assert self._ended is not None
+        (job, report), self._ended = self._ended, None
+        job.finish(report)
+
+    def fail(self, error: MoshpitError) -> None:
+        """End everything."""
+        if self._ended is not None:
+            self._give_out()
+        if self._job is not None:
+            self._job.fail(error)
+            self._job = None
+        self._live.clear()
+
+    # --- rounds ---------------------------------------------------------------------------
+
+    def open(self, group: GroupId) -> None:
+        """Make room for a round."""
+        job = self._job
+        assert job is not None
+        before = job.stores[-1] if job.stores else None
+        # The first round leaves the snapshot alone, unless it was given away.
+        fresh = before is None and not job.in_place
+        result = torch.empty_like(job.current) if fresh else job.current
+        store = RoundStore(job.current, result, job.plan, self._codec, self._buffers, before=before)
+        job.stores.append(store)
+        self._live[group] = LiveRound(store, job)
+
+    def close(self, group: GroupId) -> None:
+        """Free what a round holds."""
+        live = self._live.pop(group)
+        live.store.close()
+        self.outbox.close_round(group)
+        if self._ended is not None and self._ended[0].settled:
+            self._give_out()
+
+    def execute(self, effect: Effect) -> bool:
+        """Do what an effect about payloads says; False if it is not about payloads."""
+        match effect:
+            case SendContribution(peer=peer) | SendResult(peer=peer):
+                self.outbox.put(peer, effect)
+            case Accumulate(chunk=chunk, mass=mass):
+                store, buffer = self._arrival()
+                store.accumulate(chunk, mass, buffer)
+            case TakeResult(chunk=chunk):
+                store, buffer = self._arrival()
+                store.take(chunk, buffer)
+            case AccumulateOwn(group=group, chunk=chunk, mass=mass):
+                self._live[group].store.accumulate_own(chunk, mass)
+            case ResetSum(group=group, chunk=chunk):
+                self._live[group].store.reset(chunk)
+            case Finalize(group=group, chunk=chunk, mass=mass):
+                self._live[group].store.finalize(chunk, mass)
+            case CancelSends(peer=peer, group=group):
+                self.outbox.cancel(peer, group)
+            case RoundEnded(report=report):
+                self._round_ended(report)
+            case _:
+                return False
+        return True
+
+    def _arrival(self) -> tuple[RoundStore, memoryview]:
+        assert self._arrived is not None, "a payload effect outside of a chunk's arrival"
+        return self._arrived
+
+    def _round_ended(self, report: RoundReport) -> None:
+        live = self._live[report.group]
+        live.store.finish(report.missing)
+        live.job.current = live.store.result
+        self._reports[report.group] = msgspec.structs.replace(
+            report, bytes_sent=live.bytes_sent, bytes_received=live.bytes_received
+        )
+
+    # --- chunks that arrive ---------------------------------------------------------------
+
+    def sink(self, peer: PeerId, header: ChunkHeader) -> tuple[memoryview | None, str]:
+        """Return where a chunk's payload goes, or None and what is wrong with it."""
+        self.release(peer)
+        live = self._live.get(header.group)
+        if live is None:
+            return None, "unknown-group"
+        sink = live.store.sink(header)
+        if sink is None:
+            return None, "wrong-size"
+        self._inbound[peer] = (header.group, sink)
+        return sink, ""
+
+    def arrived(self, peer: PeerId, header: ChunkHeader) -> str | None:
+        """A chunk is there: until `dispose`, effects may use it. Returns what is wrong with it,
+        or None if there is no round for it any more."""
+        inbound = self._inbound.pop(peer, None)
+        live = self._live.get(inbound[0]) if inbound is not None else None
+        if inbound is None or live is None:
+            return None
+        live.bytes_received += header.length
+        self._arrived = (live.store, inbound[1])
+        return live.store.fault(header, inbound[1])
+
+    def dispose(self) -> None:
+        """The chunk that had arrived was used, or is not wanted."""
+        store, buffer = self._arrival()
+        self._arrived = None
+        store.release(buffer)
+
+    def forget(self, peer: PeerId) -> None:
+        """A peer is gone, and what it was sending or was to be sent."""
+        self.outbox.forget(peer)
+        self.release(peer)
+
+    def release(self, peer: PeerId) -> None:
+        """Give back the buffer of a chunk that was cut short."""
+        inbound = self._inbound.pop(peer, None)
+        if inbound is not None:
+            self._buffers.give(inbound[1])
