@@ -485,6 +485,27 @@ STRANGERS = {
 }
 
 
+def test_who_only_looks_whether_somebody_listens_is_not_told_of() -> None:
+    """As a port check does, `moshpit doctor`'s for one."""
+
+    async def work() -> None:
+        bench = TcpBench()
+        server = await peer_of(bench)
+        where = server.transport.addresses[0]
+        _, writer = await asyncio.open_connection(where.host, where.port)
+        writer.close()
+        await writer.wait_closed()
+        async with asyncio.timeout(PATIENCE_S):
+            while server.transport._port.strangers:
+                await asyncio.sleep(0.001)
+        honest = await peer_of(bench)
+        assert await honest.transport.dial(where) == server.peer
+        assert codes(server) == []
+        await bench.close()
+
+    run(work)
+
+
 @pytest.mark.parametrize("name", STRANGERS)
 def test_strangers_at_the_port(name: str) -> None:
     async def work() -> None:

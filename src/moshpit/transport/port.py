@@ -158,10 +158,11 @@ class Port:
         try:
             async with asyncio.timeout(self._timeout_s):
                 first = await peek(sock)
-                welcome = self._welcomes.get(first[0]) if first else None
+                if not first:
+                    return  # it only looked whether somebody listens, as `moshpit doctor` does
+                welcome = self._welcomes.get(first[0])
                 if welcome is None:
-                    detail = f"{where} sent {first!r} first" if first else f"{where} said nothing"
-                    self._notices.tell("not-moshpit", None, detail)
+                    self._notices.tell("not-moshpit", None, f"{where} sent {first!r} first")
                     return
                 stranger.handed_over = True
                 await welcome(sock, where)
