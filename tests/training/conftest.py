@@ -49,8 +49,11 @@ class MemoryPeer:
     def averaging_due(self) -> bool:
         return self.swarm.due(self.index)
 
-    def attach(self, schema: bytes, numel: int, samples_per_epoch: float) -> None:
+    def attach(
+        self, schema: bytes, numel: int, samples_per_epoch: float, *, epoch: int = 0
+    ) -> None:
         assert not self.reports, "what is averaged does not change in training"
+        self.swarm.epoch = max(self.swarm.epoch, epoch)
         self.attached = (schema, numel, samples_per_epoch)
 
     def report_progress(self, samples: float, rate: float, step_s: float) -> None:
@@ -74,6 +77,7 @@ class MemorySwarm:
 
     Attributes:
         faults: {(epoch, peer index): "failed" or "stale"}.
+        overflows: the epochs whose mean has an infinity in it.
         held: while True, results are kept back until `release`.
         waiting: set when somebody waits for a result.
     """
@@ -86,6 +90,7 @@ class MemorySwarm:
         self.progress: dict[int, float] = {}
         self.begun: dict[int, MemoryAveraging] = {}
         self.faults: dict[tuple[int, int], str] = {}
+        self.overflows: set[int] = set()
         self.held = False
         self.waiting = threading.Event()
 
@@ -125,6 +130,8 @@ class MemorySwarm:
         if giving:
             total = sum(self.begun[i].vector.double() * self.begun[i].weight for i in giving)
             mean = (total / mass).float()
+            if self.epoch in self.overflows:
+                mean[0] = float("inf")
         self.last, self.begun = self.begun, {}
         self.progress.clear()
         epoch, self.epoch = self.epoch, self.epoch + 1

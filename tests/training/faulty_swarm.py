@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-import torch
-
 from moshpit.events import EpochReport, Outcome, RoundReport
 from moshpit.types import GroupId
 

@@ -98,7 +98,7 @@ def test_the_outer_step_is_torchs_nesterov():
 
 
 def test_peers_make_the_outer_step_on_the_mean_of_their_differences(together):
-    swarm, bowls = swarm_of(2, lambda n: DiLoCo(n, Nesterov(lr=0.5, momentum=0.8)))
+    _, bowls = swarm_of(2, lambda n: DiLoCo(n, Nesterov(lr=0.5, momentum=0.8)))
     place, momentum = torch.full((NUMEL,), 97.0), torch.zeros(NUMEL)
     for _ in range(3):
         for bowl, steps in zip(bowls, (3, 1), strict=True):
@@ -125,7 +125,7 @@ def test_with_rate_one_and_no_momentum_it_averages_as_local_sgd(together):
 
 def test_half_precision_does_not_swallow_small_outer_steps():
     """Rounding the anchor to the parameters' dtype is not local work."""
-    swarm, (bowl, _) = swarm_of(2, dtype=torch.bfloat16)
+    _, (bowl, _) = swarm_of(2, dtype=torch.bfloat16)
     strategy = bowl.strategy
     bowl.step()
     strategy._anchor += 0.01  # far below bfloat16's steps near 100
