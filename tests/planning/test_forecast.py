@@ -38,6 +38,16 @@ def test_overlapped_averaging_hides_behind_the_epoch() -> None:
     assert late.averaging_share == pytest.approx(1 - 1.0 / late.epoch_s)
 
 
+def test_gradients_hide_behind_one_step_only() -> None:
+    choice = replace(CHOICE, strategy="GradientAveraging", overlap=True)
+    assert forecast(RUN, replace(choice, period=1)).epoch_s == pytest.approx(AVERAGING_S + COPIES_S)
+    found = forecast(RUN, replace(choice, period=4))
+    assert found.epoch_s == pytest.approx(3 * 0.5 + AVERAGING_S + COPIES_S)
+    slow = replace(RUN, step_s=2 * AVERAGING_S)
+    found = forecast(slow, replace(choice, period=1))
+    assert found.epoch_s == pytest.approx(2 * AVERAGING_S + COPIES_S)
+
+
 def test_money_is_time_and_traffic() -> None:
     run = replace(RUN, price_per_hour=0.36, price_per_gb=0.02, batch=10, samples=64_000)
     found = forecast(run, CHOICE)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import moshpit
 from moshpit.errors import ConfigError
 from moshpit.planning.codecs import CODECS, codec_named
 from moshpit.planning.forecast import Choice, PlannedRun, forecast
@@ -15,6 +17,7 @@ from moshpit.planning.recommend import (
     AVERAGINGS_MIN,
     DILOCO_MAX,
     LOCAL_SGD_MAX,
+    OVERLAPPED,
     Options,
     allowed,
     cost,
@@ -27,7 +30,7 @@ MBIT = 1e6 / 8
 RUN = PlannedRun(1_300_000_000, 0.8, swarm_of([(24, 200 * MBIT, 200 * MBIT)], 0, 0.05))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.floats(1e5, 1e10),
     st.floats(0.01, 10),
@@ -80,6 +83,15 @@ def test_on_fast_links_nothing_is_departed_from() -> None:
     assert best.choice.strategy == "GradientAveraging"
     assert (best.choice.period, best.choice.codec.name) == (1, "float32")
     assert departure(best.choice) == 0
+
+
+def test_only_what_exists_is_offered() -> None:
+    choices = allowed(RUN, Options())
+    for name in {choice.strategy for choice in choices}:
+        can_overlap = "overlap" in inspect.signature(getattr(moshpit, name)).parameters
+        assert can_overlap == (name in OVERLAPPED), f"tell the plan what {name} can do"
+        offered = {choice.overlap for choice in choices if choice.strategy == name}
+        assert offered == ({False, True} if can_overlap else {False})
 
 
 def test_local_sgd_sends_parameters_so_coarse_codecs_are_out() -> None:

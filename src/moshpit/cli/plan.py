@@ -300,29 +300,30 @@ def _table(run: PlannedRun, found: Recommendation) -> Table:
     table.add_row("", *best, style="bold")
     for thing, rows in found.alternatives.items():
         for place, one in enumerate(rows):
-            changed = _CHANGED[thing](one.choice)
+            name_it = _CHANGED.get(thing)
+            whole = _whole_choice(one.choice, len(run.swarm.peers))
+            changed = name_it(one.choice) if name_it else whole
             name = "" if place or thing == "overlap" else thing.replace("_", " ")
             table.add_row(name, *_cells(run, changed, one))
     return table
 
 
-def _whole_choice(choice: Choice) -> str:
+def _whole_choice(choice: Choice, peers: int) -> str:
+    groups = f"{choice.schedule} of {choice.group_size}"
+    if grid_plan(peers, choice.group_size).axes == 1:
+        groups = "one group"
     waits = "" if choice.overlap else ", waiting"
-    return (
-        f"{choice.strategy}, {_every(choice)}, {choice.codec.name}, {choice.schedule} of "
-        f"{choice.group_size}{waits}"
-    )
+    return f"{choice.strategy}, {_every(choice)}, {choice.codec.name}, {groups}{waits}"
 
 
 _CHANGED: dict[str, Callable[[Choice], str]] = {
-    "strategy": _whole_choice,
     "schedule": lambda choice: choice.schedule,
     "codec": lambda choice: choice.codec.name,
     "period": _every,
     "group_size": lambda choice: str(choice.group_size),
     "overlap": lambda choice: "training goes on" if choice.overlap else "training waits",
 }
-"""How to name what a row of the table has changed."""
+"""How to name what a row of the table has changed; another strategy changes everything."""
 
 
 def _cells(run: PlannedRun, name: str, one: Forecast) -> list[str]:

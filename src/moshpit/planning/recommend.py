@@ -39,6 +39,9 @@ AVERAGINGS_MIN = 100  # guess
 OVERLAP_LOSS = 0.5  # guess, in doublings of the period
 _COARSE = 2.0  # guess: from this loss on a codec wants a trial
 
+OVERLAPPED = ("LocalSGD", "DiLoCo")
+"""Strategies that can go on training meanwhile."""
+
 PERIODS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 100, 150, 200, 300, 500)
 GROUP_SIZES = (8, 16, 32)  # paper §4 uses 8 to 32
 
@@ -104,7 +107,7 @@ def allowed(run: PlannedRun, options: Options) -> list[Choice]:
         if strategy != "LocalSGD" or not codec.differences_only
         for size in sizes
         for schedule in _distinct_schedules(options.schedules, size, len(run.swarm.peers))
-        for overlap in (False, True)
+        for overlap in ((False, True) if strategy in OVERLAPPED else (False,))
     ]
     if not choices:
         raise ConfigError(
