@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from benchmarks.codecs import PAGE, sizes_table
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -146,6 +147,13 @@ def test_codecs_are_found_by_name(codec: Codec) -> None:
 def test_an_unknown_name_is_answered_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"'gzip'.*float32.*int8.*topk"):
         codec_named("gzip")
+
+
+def test_the_page_has_every_codec_as_it_is(codec: Codec) -> None:
+    """With its size and its flags; the figures that were measured are of their day."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert sizes_table() in page, "run `python -m benchmarks.codecs --write`"
+    assert page.count(f"| `{codec.name}` |") >= 3, "sizes, errors, speed"
 
 
 def test_results_have_a_codec_of_their_own_kind(codec: Codec) -> None:
