@@ -5,7 +5,7 @@ Machines emit these; nothing in Moshpit reacts to them.
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 import msgspec
 
@@ -21,6 +21,17 @@ class Outcome(StrEnum):
     """Some contribution is missing from some mean, or some chunk kept its local value."""
     FAILED = "failed"
     """No chunk was averaged with anybody else's contribution."""
+
+
+class Reach(IntEnum):
+    """How far a chunk's mean reaches in a row of the torus schedule."""
+
+    ROW = 0
+    """Only this row: its column, or whoever took it there, failed."""
+    SOME = 1
+    """Its column's mean, in which somebody is missing."""
+    ALL = 2
+    """The whole column's mean."""
 
 
 class Blame(msgspec.Struct, frozen=True):
@@ -50,6 +61,11 @@ class RoundReport(msgspec.Struct, frozen=True):
         meeting_s: seconds from asking for a group to having one.
         moving_s: seconds from having a group to having every chunk.
         bytes_sent, bytes_received: payload bytes of chunks.
+        span: (): the round was about the whole vector; else about these chunks, from the
+            first number up to the second. ``ledger``, ``masses`` and ``attempts`` begin at
+            the first of them; ``missing`` has the numbers of the vector's chunks.
+        reach: for rows of the torus schedule, how far each chunk's mean reaches (`Reach`);
+            () for other rounds.
     """
 
     epoch: int
@@ -67,11 +83,22 @@ class RoundReport(msgspec.Struct, frozen=True):
     moving_s: float = 0.0
     bytes_sent: int = 0
     bytes_received: int = 0
+    span: tuple[int, ...] = ()
+    reach: tuple[int, ...] = ()
+
+    @property
+    def fallback(self) -> tuple[int, ...]:
+        """The chunks that hold only their row's mean, because their column failed."""
+        return tuple(
+            chunk
+            for chunk, reach in enumerate(self.reach)
+            if reach == Reach.ROW and chunk not in self.missing
+        )
 
     def contributors(self) -> tuple[PeerId, ...]:
         """Return the members that are in every averaged chunk of this round."""
         common = -1
-        for chunk, mask in enumerate(self.ledger):
+        for chunk, mask in enumerate(self.ledger, self.span[0] if self.span else 0):
             if chunk not in self.missing:
                 common &= mask
         return tuple(p for i, p in enumerate(self.peers) if common >> i & 1)
@@ -88,11 +115,14 @@ class EpochReport(msgspec.Struct, frozen=True):
 
     @property
     def outcome(self) -> Outcome:
-        """The worst outcome of the rounds; complete if this peer was alone, failed if stale."""
+        """The worst outcome of the rounds; complete if this peer was alone, failed if stale.
+
+        What came of a torus column is in the outcome of its row.
+        """
         if self.stale:
             return Outcome.FAILED
         order = (Outcome.FAILED, Outcome.PARTIAL, Outcome.COMPLETE)
-        worst = min((order.index(r.outcome) for r in self.rounds), default=2)
+        worst = min((order.index(r.outcome) for r in self.rounds if not r.span), default=2)
         return order[worst]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import typing
 
 import msgspec
@@ -49,6 +50,9 @@ def values_of(hint: object) -> st.SearchStrategy:
         if inner[-1] is Ellipsis:
             return st.lists(values_of(inner[0]), max_size=3).map(tuple)
         return st.tuples(*map(values_of, inner))
+    if typing.get_origin(hint) is types.UnionType:
+        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+        return st.one_of(st.none(), *map(values_of, kinds))
     fields = typing.get_type_hints(hint)
     names = hint.__struct_fields__
     return st.builds(hint, **{name: values_of(fields[name]) for name in names})

@@ -8,6 +8,7 @@ values: contributions and results are named by chunk, and the effects say what t
 - A chunk is finished as soon as nobody can add to it any more. Seats that are lost, that lag, or
   that sent something unusable are not waited for; the result says whose contributions it has.
 - A part whose reducers are all lost changes hands (`takeover.py`).
+- In a row of the torus a seat *holds* its part until its column has had it (`holding.py`).
 - A seat that nobody pushes results to, because its link to a reducer is cut or because others
   hold it for lost, asks groupmates for them (`serving.py`).
 - The round ends when every chunk has its result, when nobody else is left, or at the deadline;
@@ -22,7 +23,8 @@ import math
 from collections.abc import Sequence
 
 from moshpit.config import RoundConfig
-from moshpit.events import RoundReport
+from moshpit.events import Reach, RoundReport
+from moshpit.protocol.holding import Holding
 from moshpit.protocol.ledger import Result
 from moshpit.protocol.machine import (
     ChunkArrived,
@@ -38,7 +40,8 @@ from moshpit.protocol.machine import (
     TakeResult,
     Tick,
 )
-from moshpit.protocol.reduction import CUT_SHARE, MASS_MAX, Reductions
+from moshpit.protocol.patience import Patience
+from moshpit.protocol.reduction import MASS_MAX, Reductions
 from moshpit.protocol.round import Round
 from moshpit.protocol.seating import bits
 from moshpit.protocol.serving import Serving
@@ -76,6 +79,7 @@ class AllReduce:
         closed: nobody needs it any more.
         report: the report, once it has ended.
         masses_after: for each chunk, the mass behind this peer's value after the round.
+        news: the chunks whose results came since somebody cleared it.
     """
 
     def __init__(  # noqa: PLR0917 - all of them are needed, and in this order everywhere
@@ -88,23 +92,22 @@ class AllReduce:
         now: float,
     ) -> None:
         assert formed.joins[seat].peer == signer.peer, "this seat is somebody else's"
-        assert formed.bounds[-1] == len(masses), "masses for another vector"
+        assert formed.bounds[-1] <= len(masses), "masses for another vector"
         state = Round(formed, seat, masses, config=config, now=now)
         self.group: GroupId = state.group
         self.closed = False
         self.report: RoundReport | None = None
         self.masses_after: list[float] = list(masses)
+        self.news: list[int] = []
         self._round = state
         self._seating = state.seating
         self._ledger = state.ledger
         self._serving = Serving(state)
-        self._reductions = Reductions(state, self._keep)
+        self._holding = Holding(state, self._keep)
+        self._reductions = Reductions(state, self._holding.made)
         self._takeovers = Takeovers(state, self._serving, self._reductions)
+        self._patience = Patience(state, self._serving, self._takeovers, self._holding, self._lose)
         self._told_lost = 0
-        self._had, self._had_at = 0, now  # what was here at the latest heartbeat that saw news
-        self._lost_at = [now] * self._seating.size
-        self._chunk_at = [now] * self._seating.size
-        self._gap_s = 0.0  # the longest time between two chunks of one sender
         self._next_beat = now + config.heartbeat_s
 
     @property
@@ -129,7 +132,8 @@ class AllReduce:
     def start(self, now: float) -> list[Effect]:
         """Begin; call once, before anything else."""
         state, seating = self._round, self._seating
-        if seating.size == 1 or not seating.weighers or not seating.reducers:
+        pointless = seating.size == 1 or not seating.weighers or not seating.reducers
+        if pointless and state.formed.columns is None:
             self._end(now)
         else:
             for seat in seating.seats(seating.others):
@@ -173,6 +177,39 @@ class AllReduce:
             self._lose(seat, "dead", "its death is known", now)
         return self._finish(now)
 
+    # --- the torus schedule ---------------------------------------------------------------
+
+    @property
+    def holding(self) -> Holding:
+        """What this seat holds until its column has had it."""
+        return self._holding
+
+    def made(self, chunk: int) -> tuple[Result, bool, bool]:
+        """Return a chunk's result, whether this seat's contribution is in it, and whether that
+        of everybody who weighs is."""
+        result = self._ledger.results[chunk]
+        assert result is not None, f"chunk {chunk} has no result yet"
+        weighers = self._seating.weighers
+        mine = bool(result.seats >> self._seating.me & 1)
+        return result, mine, result.seats == (weighers if result.mass > 0 else 0)
+
+    def release(self, found: Sequence[tuple[int, GroupId, Result]], now: float) -> list[Effect]:
+        """Let held chunks go with what the column made of them."""
+        for chunk, source, result in found:
+            self._holding.release(chunk, source, result)
+        return self._finish(now)
+
+    def release_all(self, now: float) -> list[Effect]:
+        """Let everything go that is still held: the row's means stand."""
+        self._holding.close()
+        return self._finish(now)
+
+    def stop(self, now: float) -> list[Effect]:
+        """End the round with what is there."""
+        if not self.ended:
+            self._end(now)
+        return self._finish(now)
+
     # --- who is there ---------------------------------------------------------------------
 
     def _beat(self, seat: int) -> None:
@@ -192,7 +229,8 @@ class AllReduce:
             return False
         if not seating.present >> seat & 1:
             seating.present |= 1 << seat
-            seating.present_at[seat] = self._chunk_at[seat] = now
+            seating.present_at[seat] = now
+            self._patience.came(seat, now)
             self._beat(seat)
             self._greet(seat)
         return bool(seating.alive >> seat & 1)
@@ -223,7 +261,7 @@ class AllReduce:
         self._part_from(seat, now)
 
     def _part_from(self, seat: int, now: float) -> None:
-        self._lost_at[seat] = now
+        self._patience.parted(seat, now)
         self._round.cancel(seat)
         self._serving.gone(seat)
         self._after_loss(now)
@@ -233,6 +271,8 @@ class AllReduce:
         seating = self._seating
         if not seating.alive and seating.servers:
             self._takeovers.give_up()
+            if not self._holding.complete:
+                self._holding.close()
         if seating.alive:
             self._reductions.settle()
         self._takeovers.answer()
@@ -325,11 +365,10 @@ class AllReduce:
             self._stranger(event.peer, "a chunk")
             return
         partner = self._heard(seat, now)
-        self._gap_s = max(self._gap_s, now - self._chunk_at[seat])
-        self._chunk_at[seat] = now
+        self._patience.chunk(seat, now)
         if header.kind is ChunkKind.RESULT:
             self._result(seat, header, event.fault, now)
-        elif not 0 <= header.chunk < self._ledger.chunks:
+        elif not self._ledger.knows(header.chunk):
             self._refuse_sender(seat, "bad-chunk", f"chunk {header.chunk}")
         elif partner:
             flaw = self._reductions.contribution(seat, header, event.fault, now)
@@ -361,26 +400,32 @@ class AllReduce:
             made = state.reducer(part, header.ballot) == seat
             if not made or header.ballot < state.ballot[part]:
                 return  # promised to wait for another reducer, or nobody asked for it
-        if self._reductions.todo(part) >> chunk & 1:
-            return  # it is reduced afresh here
+        if (self._reductions.todo(part) | self._holding.held) >> chunk & 1:
+            return  # it is reduced afresh here, or was and is held
         if header.mass > 0:
             state.out.append(TakeResult(self.group, chunk))
         self._serving.helped(seat, now)
-        self._keep(chunk, Result(header.ballot, header.mass, header.seats))
+        self._keep(chunk, Result(header.ballot, header.mass, header.seats, header.reach))
 
     def _result_flaw(self, header: ChunkHeader) -> str:
         """Return what is wrong with a result's header, as a code."""
         state, mass, seats = self._round, header.mass, header.seats
-        if not 0 <= header.chunk < self._ledger.chunks:
+        if not self._ledger.knows(header.chunk):
             return "bad-chunk"
         part = self._ledger.part_of(header.chunk)
         if not 0 <= header.ballot < self._seating.size:
             return "bad-ballot"
         if not self._seating.reducers >> state.reducer(part, header.ballot) & 1:
             return "bad-ballot"
-        if not (math.isfinite(mass) and 0 <= mass <= MASS_MAX * self._seating.size):
+        columns = state.formed.columns
+        sources = max(self._seating.size, 0 if columns is None else columns.rows)
+        if not (math.isfinite(mass) and 0 <= mass <= MASS_MAX * sources):
             return "bad-mass"
-        if seats < 0 or seats & ~self._seating.weighers or bool(seats) != (mass > 0):
+        if not 0 <= header.reach <= (Reach.ROW if columns is None else Reach.ALL):
+            return "bad-reach"
+        # A column's mean may be without this row's.
+        unnamed = mass > 0 and not seats and not header.reach
+        if seats < 0 or seats & ~self._seating.weighers or unnamed or (seats and not mass > 0):
             return "bad-seats"
         return ""
 
@@ -388,6 +433,7 @@ class AllReduce:
         """A result is here: note it, and send it to whom it is owed."""
         state, part = self._round, self._ledger.part_of(chunk)
         self._ledger.keep(chunk, result)
+        self.news.append(chunk)
         if state.acting(part) == self._seating.me:
             if part in self._takeovers.bids:
                 self._takeovers.offer(chunk)
@@ -414,55 +460,8 @@ class AllReduce:
             self._beat(seat)
         if not self.ended:
             self._reductions.cut_laggards(now)
-            self._drop_hanging(now)
-            self._seek_results(now)
-
-    def _drop_hanging(self, now: float) -> None:
-        """Count no more on reducers that live but make nothing, long after all else is here."""
-        config, state = self._round.config, self._round
-        if self._ledger.have != self._had:
-            self._had, self._had_at = self._ledger.have, now
-        if not self._had or not self._ledger.lacking:
-            return
-        took = self._had_at - state.started
-        allowed = 2 * config.stall_s + (config.laggard_factor + 1) * took
-        # A reducer itself may wait so long for senders that lag, and is not hanging then.
-        patience = CUT_SHARE * (state.deadline - state.started) + 2 * config.stall_s
-        if now - self._had_at < allowed or now - state.started < patience:
-            return
-        for part in self._ledger.parts:
-            acting = state.acting(part)
-            lacking = self._ledger.lacking & self._ledger.mask(part)
-            if lacking and self._seating.alive >> acting & 1:
-                self._lose(acting, "hanging", f"no result of part {part}", now)
-        self._had_at = now  # whoever takes over has as long
-
-    def _seek_results(self, now: float) -> None:
-        """Ask for results that nobody is going to push to this seat."""
-        state, seating, grace = self._round, self._seating, self._round.config.stall_s
-        hanging = grace + self._round.config.laggard_factor * self._gap_s
-        done = seating.done & seating.servers
-        need, prefer = 0, 0
-        for part in self._ledger.parts:
-            lacking = self._ledger.lacking & self._ledger.mask(part)
-            if not lacking:
-                continue
-            acting = state.acting(part)
-            reducers = state.before(part, state.ballot[part]) | 1 << acting
-            if not seating.alive or seating.estranged & reducers:
-                need |= lacking  # somebody makes these results, and does not send them to us
-            elif acting == seating.me:
-                waiting = self._takeovers.waiting(part)
-                if waiting and now - self._takeovers.bids[part].started > grace:
-                    need |= lacking
-                    prefer |= waiting
-            elif not seating.alive >> acting & 1:
-                if now - self._lost_at[acting] > grace:
-                    need |= lacking
-            elif done and now - self._chunk_at[acting] > hanging:
-                need |= lacking  # it lives, but nothing of it arrives, and others have it all
-                prefer |= done
-        self._serving.seek(need, prefer, now)
+            self._patience.check(now)
+            self._holding.check(now)
 
     # --- the end --------------------------------------------------------------------------
 
@@ -483,12 +482,15 @@ class AllReduce:
         return out
 
     def _alone(self, now: float) -> None:
-        """Nobody else is left: finish what holds others' contributions, and end."""
-        self._reductions.settle_alone()
-        self._end(now)
+        """Nobody else is left: finish what holds others' contributions, and end; but not
+        before the column has had what is due to it."""
+        self._reductions.settle_alone(self._holding.chunks)
+        if not self._holding.complete or now >= self._round.deadline:
+            self._end(now)
 
     def _end(self, now: float) -> None:
         state, seating = self._round, self._seating
+        self._holding.close()
         self._reductions.drop()
         state.ended = True
         self.report = self._ledger.report(now - state.started)

@@ -11,13 +11,15 @@ import hashlib
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 from moshpit.config import RoundConfig
-from moshpit.protocol import partition
+from moshpit.protocol import partition, torus
 from moshpit.protocol.grid import Path
 from moshpit.protocol.machine import Signer, View
 from moshpit.types import GroupId, PeerId, Role, RunId
-from moshpit.wire.messages import GroupFormed, GroupKey, Join
+from moshpit.wire.messages import Columns, GroupFormed, GroupKey, Join
 
 CHUNKS_MAX = 1 << 24  # 8 TB in chunks of 512 KiB; a bound against nonsense
 CHUNK_BYTES_MAX = 512 * 1024  # config.TransportConfig.chunk_bytes: where a size is not known
@@ -29,6 +31,7 @@ COORDINATE_MAX = 1 << 32
 EPOCH_MAX = 1 << 48
 NONCE_MAX = 1 << 63
 DEADLINE_S_MAX = 7 * 86400.0  # guess
+ROWS_MAX = 64  # seats of a column fit the 64-bit mask of a chunk header
 
 _ROLES = {role.value: role for role in Role}
 
@@ -51,7 +54,7 @@ def is_live(view: View, peer: PeerId) -> bool:
 
 def key_hash(run: RunId, key: GroupKey) -> bytes:
     """Return the point of the ring of ids at which a key's hosts begin."""
-    numbers = (key.epoch, key.axis, *key.path)
+    numbers = (key.epoch, key.axis, *key.path, *key.span)
     packed = b"".join(number.to_bytes(9, "little", signed=True) for number in numbers)
     return hashlib.blake2b(run + packed, digest_size=32).digest()
 
@@ -75,6 +78,8 @@ def key_flaw(key: GroupKey) -> str:
     """Return what is wrong with a key, or nothing."""
     if not 0 <= key.epoch <= EPOCH_MAX or not 0 <= key.axis < AXES_MAX:
         return f"epoch {key.epoch}, axis {key.axis}"
+    if key.span and not (len(key.span) == 2 and 0 <= key.span[0] < key.span[1] <= CHUNKS_MAX):
+        return "span of no chunks"
     return path_flaw(key.path, key.axis)
 
 
@@ -96,6 +101,8 @@ def join_flaw(join: Join) -> str:
         flaw = f"schema of {len(join.schema)} bytes"
     if not flaw and not 1 <= join.vector_chunks <= CHUNKS_MAX:
         flaw = f"{join.vector_chunks} chunks"
+    if not flaw and join.key.span and join.key.span[1] > join.vector_chunks:
+        flaw = "a span beyond its chunks"
     if not flaw and not 0 <= join.vector_bytes <= VECTOR_BYTES_MAX:
         flaw = f"{join.vector_bytes} bytes"
     if not flaw and not (math.isfinite(join.bandwidth) and join.bandwidth >= 0):
@@ -107,12 +114,32 @@ def join_flaw(join: Join) -> str:
     return flaw
 
 
-def form(
+def reduces(join: Join) -> bool:
+    """Whether a member can be dialled and so reduce."""
+    return role_of(join.role) in (Role.WORKER, Role.AUX)
+
+
+class Row(NamedTuple):
+    """What makes a group a row of the torus schedule.
+
+    Attributes:
+        seats: how it is seated; the joins are in this order.
+        rows: how many members a whole column has.
+        wait_s: how long a column may take to meet.
+    """
+
+    seats: torus.Seats
+    rows: int
+    wait_s: float
+
+
+def form(  # noqa: PLR0917 - all of them are needed
     signer: Signer,
     joins: Sequence[Join],
     next_path: Sequence[Path],
     config: RoundConfig,
     serial: bytes,
+    row: Row | None = None,
 ) -> GroupFormed | None:
     """Return the signed announcement of a group; None where nobody in it reduces.
 
@@ -122,15 +149,35 @@ def form(
         next_path: by seat.
         config: for the deadline.
         serial: bytes that no other group of this host has; they make the id unique.
+        row: the torus schedule, where that is used.
     """
-    reduces = [role_of(join.role) in (Role.WORKER, Role.AUX) for join in joins]
     bandwidths = [join.bandwidth for join in joins]
-    parts = partition.fractions(bandwidths, reduces)
-    if parts is None:
-        return None
     first = joins[0]
-    size = max(join.vector_bytes for join in joins) or first.vector_chunks * CHUNK_BYTES_MAX
-    predicted = partition.seconds(bandwidths, parts, size, config.bandwidth_floor)
+    start, stop = first.key.span or (0, first.vector_chunks)
+    if row is None:
+        parts = partition.fractions(bandwidths, [reduces(join) for join in joins])
+        if parts is None:
+            return None
+        bounds = tuple(start + edge for edge in partition.bounds(parts, stop - start))
+    else:
+        bounds = row.seats.bounds
+        parts = [(end - begin) / stop for begin, end in pairwise(bounds)]
+    size = max(join.vector_bytes for join in joins) or (stop - start) * CHUNK_BYTES_MAX
+
+    def patience(seconds: float) -> float:
+        return max(config.deadline_s_min, config.deadline_factor * seconds)
+
+    deadline_s = patience(partition.seconds(bandwidths, parts, size, config.bandwidth_floor))
+    columns = None
+    if row is not None:
+        # A column moves twice its slice, whoever is in it; the slowest of this row stands for all.
+        alike = [1 / row.rows] * len(joins)
+        slice_bytes = size * max(end - begin for begin, end in row.seats.spans) / stop
+        column_s = patience(
+            partition.seconds(bandwidths, alike, 2 * slice_bytes, config.bandwidth_floor)
+        )
+        columns = Columns(row.seats.spans, row.rows, row.wait_s + column_s, column_s)
+        deadline_s += columns.hold_s
     digest = hashlib.blake2b(
         signer.run + key_hash(signer.run, first.key) + signer.peer + serial,
         digest_size=GROUP_ID_BYTES,
@@ -140,11 +187,10 @@ def form(
         host=signer.peer,
         key=first.key,
         joins=tuple(joins),
-        bounds=partition.bounds(parts, first.vector_chunks),
+        bounds=bounds,
         next_path=tuple(next_path),
-        deadline_s=min(
-            DEADLINE_S_MAX, max(config.deadline_s_min, config.deadline_factor * predicted)
-        ),
+        deadline_s=min(DEADLINE_S_MAX, deadline_s),
+        columns=columns,
     )
     return signer.sign_message(formed)
 
@@ -175,8 +221,8 @@ def formed_flaw(formed: GroupFormed, signer: Signer, size_max: int) -> str:
 def _layout_flaw(formed: GroupFormed) -> str:
     """Return what is wrong with the parts and the next paths, or nothing."""
     size, edges = len(formed.joins), formed.bounds
-    chunks = formed.joins[0].vector_chunks
-    if len(edges) != size + 1 or edges[0] != 0 or edges[-1] != chunks:
+    start, stop = formed.key.span or (0, formed.joins[0].vector_chunks)
+    if len(edges) != size + 1 or edges[0] != start or edges[-1] != stop:
         return "parts that do not cover the vector"
     for seat, join in enumerate(formed.joins):
         if edges[seat] > edges[seat + 1]:
@@ -185,10 +231,32 @@ def _layout_flaw(formed: GroupFormed) -> str:
             return "a part for a client"
     if len(formed.next_path) != size:
         return "next paths for other than all seats"
+    if formed.columns is not None:
+        return _columns_flaw(formed, formed.columns)
     ends = not formed.next_path[0]
     for path in formed.next_path:
         if bool(path) == ends or (path and path_flaw(path, formed.key.axis + 1)):
             return "a next path that is none"
+    return ""
+
+
+def _columns_flaw(formed: GroupFormed, columns: Columns) -> str:
+    """Return what is wrong with what the seats take to their columns, or nothing."""
+    if formed.key.span or len(columns.spans) != len(formed.joins):
+        return "columns for other than all seats of a row"
+    if not 1 <= columns.rows <= ROWS_MAX:
+        return f"columns of {columns.rows} rows"
+    if not 0 < columns.column_s <= columns.hold_s < formed.deadline_s:
+        return f"columns that may take {columns.hold_s} s"
+    for seat, (begin, end) in enumerate(columns.spans):
+        path = formed.next_path[seat]
+        if not begin < end:
+            if path or (begin, end) != (0, 0):
+                return "a column without chunks"
+        elif not formed.bounds[seat] <= begin < end <= formed.bounds[seat + 1]:
+            return "a column of another seat's part"
+        elif not path or path_flaw(path, formed.key.axis + 1):
+            return "a column that is nowhere"
     return ""
 
 

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from moshpit.events import Blame, Outcome, RoundReport
-from moshpit.protocol.allreduce import AllReduce
+from moshpit.protocol.climb import Climb
 from moshpit.protocol.machine import BeginAveraging
 from moshpit.protocol.matchmaking import JoinFields
 from moshpit.types import NO_GROUP, GroupId, PeerId
-from moshpit.wire.messages import GroupFormed, GroupKey, PeerRecord
-
-
-@dataclass(slots=True)
-class RunningRound:
-    """A round that has a group, until nobody needs it any more."""
-
-    machine: AllReduce
-    formed: GroupFormed
-    seat: int
+from moshpit.wire.messages import GroupKey, PeerRecord
 
 
 @dataclass(slots=True)
@@ -36,6 +29,7 @@ class Averaging:
         sought: when the search began.
         meeting_s: how long it took.
         group: the round under way; None while one is sought.
+        climb: the way up the column, in a row of the torus schedule.
         reports: of the rounds that have ended.
     """
 
@@ -49,6 +43,7 @@ class Averaging:
     sought: float = 0.0
     meeting_s: float = 0.0
     group: GroupId | None = None
+    climb: Climb | None = None
     reports: list[RoundReport] = field(default_factory=list[RoundReport])
 
     def join_fields(self, me: PeerRecord) -> JoinFields:
@@ -64,6 +59,19 @@ class Averaging:
             origin=self.origin,
             planned=self.planned,
         )
+
+    def ended(self, report: RoundReport) -> RoundReport:
+        """Note the end of a round; returns its report, if it is of this averaging with how long
+        the meeting took."""
+        if report.group == self.group:
+            meeting_s = self.meeting_s
+        elif self.climb is not None and report.group == self.climb.group:
+            meeting_s = self.climb.meeting_s
+        else:
+            return report
+        report = msgspec.structs.replace(report, meeting_s=meeting_s)
+        self.reports.append(report)
+        return report
 
     def no_group(self, me: PeerId, reason: str, now: float) -> None:
         """Report a round that no group was had for: the peer keeps its value."""
@@ -82,5 +90,26 @@ class Averaging:
                 attempts=(0,) * chunks,
                 blames=(Blame(me, "no-group", reason),),
                 meeting_s=now - self.sought,
+            )
+        )
+
+    def no_column(self, me: PeerId, climb: Climb, reason: str, now: float) -> None:
+        """Report a column that no group was had for."""
+        first, end = climb.key.span
+        self.reports.append(
+            RoundReport(
+                epoch=climb.key.epoch,
+                axis=climb.key.axis,
+                group=NO_GROUP,
+                peers=(me,),
+                seat=0,
+                outcome=Outcome.FAILED,
+                ledger=(1,) * (end - first),
+                masses=tuple(climb.masses()[first:end]),
+                missing=tuple(range(first, end)),
+                attempts=(0,) * (end - first),
+                blames=(Blame(me, "no-group", reason),),
+                meeting_s=now - (climb.sought or now),
+                span=climb.key.span,
             )
         )

@@ -90,6 +90,11 @@ class Plan:
         """Return the ranks of a group by slot; empty where the plan has no such group."""
         return self._groups[axis].get(path, ()) if 0 <= axis < self.axes else ()
 
+    @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of the first axis: ranks by slot."""
+        return tuple(self._groups[0][path] for path in self._sorted[0])
+
     def next_path(self, axis: int, path: Path, slot: int) -> Path:
         """Return the path, on the next axis, of whoever sits in this slot; () after the last.
 

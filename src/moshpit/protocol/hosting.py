@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from moshpit.config import MatchmakingConfig, RoundConfig
 from moshpit.events import Notice
-from moshpit.protocol import announcement, grid
+from moshpit.protocol import announcement, grid, torus
 from moshpit.protocol.machine import Effect, Emit, Rng, Send, Signer, Silent, View
 from moshpit.types import PeerId, short
 from moshpit.wire.messages import (
@@ -86,6 +86,8 @@ class Assembly:
     opened_at: float
     ack_at: float
     plan: grid.Plan | None = None
+    torus: torus.Torus | None = None
+    """The layout of the torus schedule, where the plan has one."""
     expected: tuple[PeerId, ...] = ()
     """By slot."""
     joins: dict[PeerId, Join] = field(default_factory=dict[PeerId, Join])
@@ -376,6 +378,12 @@ class Hosting:
         plan, peers = self._ranked(key.epoch, assembly.schema) or (None, [])
         ranks: Sequence[int] = plan.members(key.axis, key.path) if plan else ()
         assembly.plan = plan
+        assembly.torus = None
+        if plan is not None and plan.axes == 2:
+            reduces = [self._view.dialable(peer) for peer in peers]
+            assembly.torus = torus.torus(plan, reduces, assembly.chunks, self._config.schedule)
+        if key.span:
+            ranks = assembly.torus.members(key.path) if assembly.torus else ()
         assembly.expected = tuple(peers[rank] for rank in ranks)
         for peer in [p for p in assembly.waiting if p not in assembly.expected]:
             del assembly.waiting[peer]
@@ -422,13 +430,8 @@ class Hosting:
         """Form the group, or say to everybody why there is none."""
         key = assembly.key
         del self._assemblies[key]
-        seated = self._seated(assembly)
-        joins = [join for _, join in seated]
-        plan = assembly.plan
-        next_path = [plan.next_path(key.axis, key.path, slot) if plan else () for slot, _ in seated]
-        self._serial += 1
-        serial = self._serial.to_bytes(16, "little") + joins[0].nonce.to_bytes(8, "little")
-        formed = announcement.form(self._signer, joins, next_path, self._round_config, serial)
+        joins = list(assembly.joins.values())
+        formed = self._form(assembly)
         if formed is None:
             detail = (
                 f"all {len(joins)} members are clients, nobody can reduce: start at least one "
@@ -444,6 +447,30 @@ class Hosting:
         while len(self._closed) > CLOSED_MAX:
             del self._closed[next(iter(self._closed))]
         return [Send(PeerId(join.peer), formed) for join in joins]
+
+    def _form(self, assembly: Assembly) -> GroupFormed | None:
+        """Seat the members and announce the group; None where nobody of them reduces."""
+        key, plan, layout = assembly.key, assembly.plan, assembly.torus
+        seated = self._seated(assembly)
+        joins = [join for _, join in seated]
+        next_path: list[grid.Path] = [() for _ in seated]
+        row = None
+        ranks = plan.members(key.axis, key.path) if plan else ()
+        if layout is not None and key.axis == 0 and ranks:
+            holders = layout.holders[layout.row(ranks)]
+            planned = [ranks[slot] if slot < len(ranks) else -1 for slot, _ in seated]
+            columns = [holders.index(rank) if rank in holders else -1 for rank in planned]
+            reduces = [announcement.reduces(join) for join in joins]
+            seats = torus.seat_row(layout, assembly.chunks, columns, reduces)
+            if seats is not None:
+                row = announcement.Row(seats, layout.rows, self._config.window_s_max)
+                joins = [joins[index] for index in seats.order]
+                next_path = [(column, 0) if column >= 0 else () for column in seats.columns]
+        elif plan is not None and not key.span:
+            next_path = [plan.next_path(key.axis, key.path, slot) for slot, _ in seated]
+        self._serial += 1
+        serial = self._serial.to_bytes(16, "little") + joins[0].nonce.to_bytes(8, "little")
+        return announcement.form(self._signer, joins, next_path, self._round_config, serial, row)
 
     def _seated(self, assembly: Assembly) -> list[tuple[int, Join]]:
         """Return the joins with their slots: planned peers in theirs, others in free ones."""

@@ -169,6 +169,10 @@ class GroupReady(_Data, frozen=True):
 
     formed: GroupFormed
     seat: int
+    source: GroupId | None = None
+    """For a column of the torus schedule (``formed.key.span``): this peer's row. What the row
+    has finalized there is the local value of the column's round, and the column's results
+    take its place (`AdoptResult`)."""
 
 
 class SeekFailed(_Data, frozen=True):
@@ -186,6 +190,18 @@ class Silent(_Data, frozen=True):
     """
 
     peer: PeerId
+
+
+class PartReduced(_Data, frozen=True):
+    """Torus: what this peer takes to its column is reduced (to the node; drivers ignore it)."""
+
+    group: GroupId
+
+
+class HoldOver(_Data, frozen=True):
+    """Torus: it is held too long already (to the node; drivers ignore it)."""
+
+    group: GroupId
 
 
 class SendContribution(_Data, frozen=True):
@@ -246,6 +262,24 @@ class SendResult(_Data, frozen=True):
     ballot: int
     mass: float
     seats: int
+    reach: int = 0
+
+
+class AdoptResult(_Data, frozen=True):
+    """Torus: a chunk that was finalized and held goes out now, with this header.
+
+    Its value is the result of the same chunk in the round ``source``, this peer's column;
+    where ``source`` is None it is the row's own, as it was finalized. The column's chunks that
+    have no result when its `RoundEnded` is executed must hold the row's again from then on.
+    """
+
+    group: GroupId
+    chunk: int
+    source: GroupId | None
+    ballot: int
+    mass: float
+    seats: int
+    reach: int
 
 
 class TakeResult(_Data, frozen=True):
@@ -292,9 +326,9 @@ class AveragingEnded(_Data, frozen=True):
 
 
 Effect = (
-    Send | Emit | GroupReady | SeekFailed | Silent | SendContribution | Accumulate | AccumulateOwn
-    | ResetSum | Finalize | SendResult | TakeResult | CancelSends | RoundEnded | CloseRound
-    | AveragingDue | AveragingEnded
+    Send | Emit | GroupReady | SeekFailed | Silent | PartReduced | HoldOver | SendContribution
+    | Accumulate | AccumulateOwn | ResetSum | Finalize | SendResult | AdoptResult | TakeResult
+    | CancelSends | RoundEnded | CloseRound | AveragingDue | AveragingEnded
 )  # fmt: skip
 
 

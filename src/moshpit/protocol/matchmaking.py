@@ -120,6 +120,8 @@ class Matchmaker:
         ready_s: seconds until this peer could join when called; -1: it cannot say. Set by its
             node.
         declines: calls are answered with "not coming". Set by its node.
+        bound: an epoch and axis, and the only key up to there that this peer will still seek
+            (None: none); other calls are declined. Set by its node in a torus row.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class Matchmaker:
     ) -> None:
         self.ready_s = -1.0
         self.declines = False
+        self.bound: tuple[tuple[int, int], GroupKey | None] | None = None
         self._signer = signer
         self._me = signer.peer
         self._view = view
@@ -410,6 +413,8 @@ class Matchmaker:
         stage = _stage(key)
         behind = key.epoch < self.epoch or key.epoch > self.epoch + EPOCHS_AHEAD_MAX
         if self.declines or behind or stage <= self._met:
+            return no
+        if self.bound is not None and stage <= self.bound[0] and key != self.bound[1]:
             return no
         if seek is not None and stage <= _stage(seek.key):
             return no

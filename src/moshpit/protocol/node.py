@@ -10,22 +10,20 @@ really happened, and the peer works on the next epoch.
   has never averaged while the swarm has, its own value is stale and weighs nothing the next
   time: it takes the mean (design §4, "catches up").
 - Rounds that have ended stay for groupmates that lack results, until they close themselves.
-- *Own pauses.* When a handler is called long after its wake-up was due, this process did not
-  run (SIGSTOP, a laptop's lid, an overloaded machine). The parts see a clock without the gap,
-  so that a paused peer does not believe that everybody else fell silent.
+- The parts see a clock without the pauses of this process (`clock.py`).
+- In a row of the torus schedule the peer's slice goes up its column meanwhile (`climb.py`): what
+  a column brings lets the row go on; what it does not bring, the row has itself.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
-import msgspec
-
 from moshpit.config import SwarmConfig
-from moshpit.events import EpochReport, Notice, RoundReport
+from moshpit.events import EpochReport, Notice
 from moshpit.protocol import grid
 from moshpit.protocol.allreduce import AllReduce
-from moshpit.protocol.course import Averaging, RunningRound
+from moshpit.protocol.climb import Climb, RunningRound
+from moshpit.protocol.clock import OwnClock
+from moshpit.protocol.course import Averaging
 from moshpit.protocol.machine import (
     AveragingDue,
     AveragingEnded,
@@ -35,15 +33,16 @@ from moshpit.protocol.machine import (
     Emit,
     Event,
     GroupReady,
+    HoldOver,
     Leave,
     LinkDown,
     LinkUp,
     LocalProgress,
+    PartReduced,
     Received,
     Rng,
     RoundEnded,
     SeekFailed,
-    Send,
     Signer,
     Silent,
     Tick,
@@ -51,28 +50,21 @@ from moshpit.protocol.machine import (
 )
 from moshpit.protocol.matchmaking import Matchmaker
 from moshpit.protocol.membership import Membership
+from moshpit.protocol.misfits import Misfits
 from moshpit.protocol.progress import Progress
-from moshpit.protocol.view import Entry
+from moshpit.protocol.rounds import OpenRounds
 from moshpit.types import GroupId, PeerId, Role
 from moshpit.wire.messages import (
     MATCHMAKING_MESSAGES,
     MEMBERSHIP_MESSAGES,
     ROUND_MESSAGES,
-    Beat,
     GroupAsk,
     GroupFormed,
     GroupKey,
     PeerRecord,
-    RoundMessage,
-    RoundOver,
-    Takeover,
-    Want,
 )
 
-PAUSE_MIN_S = 0.4  # guess: a wake-up later than this is a pause of this process
-CLOSED_KEPT = 64  # guess: how many finished groups are remembered, to answer RoundOver
 STALE_EPOCHS = 2  # guess: missing so many epochs makes one's own value worthless
-MISFITS_MAX = 64  # guess: peers with another model that are named
 PUBLISH_ALWAYS = 64  # guess: up to so many peers, all publish a new epoch
 PUBLISHERS = 16  # guess: how many do in a larger swarm
 
@@ -114,17 +106,11 @@ class Node:
         self._due: int | None = None
         self._averaging: Averaging | None = None
         self._latest_progress: LocalProgress | None = None
-        self._rounds: OrderedDict[GroupId, RunningRound] = OrderedDict()
-        self._closed: OrderedDict[GroupId, None] = OrderedDict()
-        self._misfits: dict[PeerId, bytes] = {}
-        self._changed: dict[PeerId, None] = {}
-        """Whose records have changed since misfits were looked for."""
-        self._membership.view.watch(self._note_change)
+        self._rounds = OpenRounds()
+        self._misfits = Misfits(self._membership.view)
+        self._membership.view.watch(self._misfits.note)
         self._generation = -1
-        self._skew = 0.0
-        self._own_now = now
-        self._own_wakeup = now
-        self._wakeup: float | None = now
+        self._clock = OwnClock(now)
 
     # --- what drivers read ----------------------------------------------------------------
 
@@ -146,30 +132,32 @@ class Node:
     @property
     def wakeup(self) -> float | None:
         """When a `Tick` is due, on the driver's clock."""
-        return self._wakeup
+        return self._clock.wakeup
 
     # --- what drivers call ----------------------------------------------------------------
 
-    def attach(self, schema: bytes, target: float, now: float) -> list[Effect]:
-        """Say what this peer averages and how many samples an epoch has."""
-        now -= self._skew
+    def attach(self, schema: bytes, target: float, now: float, epoch: int = 0) -> list[Effect]:
+        """Say what this peer averages, how many samples an epoch has, and, if its values come
+        from a checkpoint, of which epoch they are."""
+        now = self._clock.peek(now)
         self._progress.target = target
         effects = self._membership.publish(now, schema=schema)
+        if epoch > 0:
+            self._averaged, self._missed = True, max(0, self._epoch - epoch)
+            self._advance(max(epoch, self._epoch), effects, now)
         self._rest(effects, now)
         return effects
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event; return what is to be done, in order."""
-        if self._wakeup is not None and now - self._wakeup > PAUSE_MIN_S:
-            self._skew += now - self._wakeup
-        now = self._own_time(now)
+        now = self._clock.read(now)
         effects: list[Effect] = []
         match event:
             case Received(peer=peer, message=message):
                 self._membership.heard(peer, now)
                 self._received(event, peer, message, effects, now)
             case ChunkArrived():
-                self._chunk(event, effects, now)
+                self._round_event(event, event.header.group, effects, now)
             case Tick():
                 self._tick(event, effects, now)
             case LocalProgress():
@@ -181,23 +169,15 @@ class Node:
             case LinkDown():
                 effects += self._membership.handle(event, now)
                 self._absorb(self._matchmaker.handle(event, now), effects, now)
-                for group in list(self._rounds):
-                    self._run_round(group, event, effects, now)
+                for running in self._rounds.all():
+                    self._pass_on(running, running.machine.handle(event, now), effects, now)
             case Leave():
                 self._matchmaker.declines = True
                 self._absorb(self._matchmaker.cancel(now), effects, now)
+                self._let_go(effects, now)
                 effects += self._membership.leave(now)
         self._rest(effects, now)
         return effects
-
-    def _own_time(self, now: float) -> float:
-        """Return the time on the clock without pauses. It never jumps back, and a wake-up that
-        is due is due, whatever rounding takes."""
-        own = max(self._own_now, now - self._skew)
-        if self._wakeup is not None and now >= self._wakeup:
-            own = max(own, self._own_wakeup)
-        self._own_now = own
-        return own
 
     # --- routing --------------------------------------------------------------------------
 
@@ -206,10 +186,9 @@ class Node:
             effects += self._membership.handle(event, now)
         if _past(self._matchmaker.wakeup, now):
             self._absorb(self._matchmaker.handle(event, now), effects, now)
-        for group in list(self._rounds):
-            running = self._rounds.get(group)
-            if running is not None and _past(running.machine.wakeup, now):
-                self._run_round(group, event, effects, now)
+        for running in self._rounds.all():
+            if _past(running.machine.wakeup, now):
+                self._pass_on(running, running.machine.handle(event, now), effects, now)
         if self._latest_progress is not None and _past(self._progress.wakeup, now):
             self._local_progress(self._latest_progress, effects, now)
 
@@ -218,55 +197,36 @@ class Node:
     ) -> None:
         if isinstance(message, MEMBERSHIP_MESSAGES):
             effects += self._membership.handle(event, now)
-        elif isinstance(message, GroupFormed) and GroupId(message.group) in self._rounds:
+        elif isinstance(message, GroupFormed) and self._rounds.get(message.group):
             return  # an announcement passed on by a groupmate; we have it
         elif isinstance(message, MATCHMAKING_MESSAGES):
             self._absorb(self._matchmaker.handle(event, now), effects, now)
         elif isinstance(message, GroupAsk):
-            running = self._rounds.get(GroupId(message.group))
-            if running is not None:
-                effects.append(Send(peer, running.formed))
-            else:
-                effects.append(Send(peer, RoundOver(message.group, self._epoch)))
+            effects.append(self._rounds.answer(peer, message.group, self._epoch))
         elif isinstance(message, ROUND_MESSAGES):
-            self._round_message(event, peer, message, effects, now)
+            self._round_event(event, message.group, effects, now)
 
-    def _round_message(
-        self,
-        event: Received,
-        peer: PeerId,
-        message: RoundMessage,
-        effects: list[Effect],
-        now: float,
+    def _round_event(
+        self, event: Received | ChunkArrived, group: bytes, effects: list[Effect], now: float
     ) -> None:
-        group = GroupId(message.group)
-        if group in self._rounds:
-            self._run_round(group, event, effects, now)
-        elif isinstance(message, Beat) and group not in self._closed and self._matchmaker.seeking:
-            # The host may have died between two announcements; the groupmate has one.
-            effects.append(Send(peer, GroupAsk(group)))
-        elif isinstance(message, Beat | Takeover | Want):
-            effects.append(Send(peer, RoundOver(group, self._epoch)))
-
-    def _chunk(self, event: ChunkArrived, effects: list[Effect], now: float) -> None:
-        group = event.header.group
-        if group in self._rounds:
-            self._run_round(group, event, effects, now)
-        else:
-            effects.append(Send(event.peer, RoundOver(group, self._epoch)))
-
-    def _run_round(self, group: GroupId, event: Event, effects: list[Effect], now: float) -> None:
-        running = self._rounds[group]
-        self._absorb(running.machine.handle(event, now), effects, now)
-        self._forget_if_closed(group)
-
-    def _forget_if_closed(self, group: GroupId) -> None:
         running = self._rounds.get(group)
-        if running is not None and running.machine.closed:
-            del self._rounds[group]
-            self._closed[group] = None
-            while len(self._closed) > CLOSED_KEPT:
-                self._closed.popitem(last=False)
+        if running is not None:
+            self._pass_on(running, running.machine.handle(event, now), effects, now)
+        else:
+            effects += self._rounds.stray(event, self._matchmaker.seeking, self._epoch)
+
+    def _pass_on(
+        self, running: RunningRound, new: list[Effect], effects: list[Effect], now: float
+    ) -> None:
+        """Pass on what a round wants done; in a torus, what this means for row or column."""
+        climb = self._averaging.climb if self._averaging is not None else None
+        if climb is not None and climb.row is running and running.machine.ended:
+            self._stop_climb(climb, effects, now)  # it works on what the row gives out now
+        if climb is None or climb.column is not running or climb.row.machine.ended:
+            self._absorb(new, effects, now)
+        else:
+            self._climbed(climb, new, effects, now)
+        self._rounds.forget_if_closed(running)
 
     def _absorb(self, new: list[Effect], effects: list[Effect], now: float) -> None:
         """Pass effects on, acting on those that are about the course of the averaging."""
@@ -277,12 +237,21 @@ class Node:
             if isinstance(effect, Silent):
                 effects += self._membership.silent(effect.peer, now)
                 continue
+            if isinstance(effect, PartReduced):
+                self._seek_column(effects, now)
+                continue
+            if isinstance(effect, HoldOver):
+                self._let_go(effects, now)
+                continue
             effects.append(effect)
             if isinstance(effect, GroupReady):
                 self._group_ready(effect, effects, now)
             elif isinstance(effect, RoundEnded):
-                effects[-1] = self._round_ended(effect.report, now)
-                self._next_axis(effects, now)
+                current = self._averaging
+                if current is not None:
+                    effects[-1] = RoundEnded(current.ended(effect.report))
+                    if current.group == effect.report.group:
+                        self._next_axis(effects, now)
 
     # --- an epoch's averaging -------------------------------------------------------------
 
@@ -321,31 +290,78 @@ class Node:
     def _group_ready(self, ready: GroupReady, effects: list[Effect], now: float) -> None:
         current = self._averaging
         assert current is not None
-        group = GroupId(ready.formed.group)
-        current.group = group
-        current.meeting_s = now - current.sought
-        machine = AllReduce(
-            ready.formed, ready.seat, current.masses, self._signer, self._config.round, now
-        )
-        self._rounds[group] = RunningRound(machine, ready.formed, ready.seat)
-        self._absorb(machine.start(now), effects, now)
-        self._forget_if_closed(group)
+        formed, seat, climb = ready.formed, ready.seat, current.climb
+        group = GroupId(formed.group)
+        masses = current.masses if climb is None else climb.masses()
+        machine = AllReduce(formed, seat, masses, self._signer, self._config.round, now)
+        running = RunningRound(machine, formed, seat)
+        self._rounds.add(running)
+        if climb is None:
+            current.group = group
+            current.meeting_s = now - current.sought
+            current.climb = Climb.of(running)
+            if formed.columns is not None:
+                key = current.climb.key if current.climb is not None else None
+                self._matchmaker.bound = (formed.key.epoch, formed.key.axis + 1), key
+        else:
+            effects[-1] = GroupReady(formed, seat, climb.row.machine.group)
+            climb.column = running
+            climb.meeting_s = now - (climb.sought or now)
+        self._pass_on(running, machine.start(now), effects, now)
         self._tell_losses(effects, now)
 
-    def _round_ended(self, report: RoundReport, now: float) -> RoundEnded:
+    # --- torus ----------------------------------------------------------------------------
+
+    def _seek_column(self, effects: list[Effect], now: float) -> None:
+        """What this peer holds is reduced: look for the column's group."""
         current = self._averaging
-        if current is not None and current.group == report.group:
-            report = msgspec.structs.replace(report, meeting_s=current.meeting_s)
-            current.reports.append(report)
-        return RoundEnded(report)
+        climb = current.climb if current is not None else None
+        if current is None or climb is None or climb.over:
+            return
+        climb.sought = now
+        fields = climb.fields(current.join_fields(self.view.me))
+        self._absorb(self._matchmaker.seek(climb.key, fields, now), effects, now)
+
+    def _climbed(self, climb: Climb, new: list[Effect], effects: list[Effect], now: float) -> None:
+        """The column wants something done; let the row go on with what it has brought."""
+        row = climb.row
+        at = next((i for i, e in enumerate(new) if isinstance(e, RoundEnded)), len(new))
+        self._absorb(new[:at], effects, now)
+        found = climb.found()
+        if found:
+            self._pass_on(row, row.machine.release(found, now), effects, now)
+        self._absorb(new[at:], effects, now)
+        if at < len(new) and not row.machine.ended:
+            self._pass_on(row, row.machine.release_all(now), effects, now)
+
+    def _stop_climb(self, climb: Climb, effects: list[Effect], now: float) -> None:
+        """Expect nothing more of the column."""
+        if climb.over:
+            return
+        if climb.seeking:
+            self._absorb(self._matchmaker.cancel(now), effects, now)
+        climb.over = True
+        if climb.column is not None:
+            self._absorb(climb.column.machine.stop(now), effects, now)
+            self._rounds.forget_if_closed(climb.column)
+
+    def _let_go(self, effects: list[Effect], now: float) -> None:
+        """The row's means stand for what this peer still holds."""
+        climb = self._averaging.climb if self._averaging is not None else None
+        if climb is not None and not climb.row.machine.ended:
+            self._stop_climb(climb, effects, now)
+            self._pass_on(climb.row, climb.row.machine.release_all(now), effects, now)
+
+    # --- from axis to axis ----------------------------------------------------------------
 
     def _next_axis(self, effects: list[Effect], now: float) -> None:
         current = self._averaging
         if current is None or current.group is None:
             return
-        running = self._rounds[current.group]
+        running = self._rounds.get(current.group)
+        assert running is not None, "a round that ends is open"
         path = running.formed.next_path[running.seat]
-        if not path:
+        if not path or running.formed.columns is not None:
             self._end(effects, now)
             return
         current.masses = list(running.machine.masses_after)
@@ -357,6 +373,12 @@ class Node:
         current = self._averaging
         if current is None:
             return
+        climb = current.climb
+        if climb is not None:
+            current.no_column(self._signer.peer, climb, failed.reason, now)
+            climb.over = True
+            self._let_go(effects, now)
+            return
         stale = failed.epoch > self._epoch
         if not stale:
             current.no_group(self._signer.peer, failed.reason, now)
@@ -366,6 +388,7 @@ class Node:
         current = self._averaging
         assert current is not None
         self._averaging = None
+        self._matchmaker.bound = None
         stale = swarm_epoch > self._epoch
         report = EpochReport(self._epoch, tuple(current.reports), now - current.began, stale)
         if stale:
@@ -416,20 +439,14 @@ class Node:
             self._tell_losses(effects, now)
             self._adopt_schema(effects, now)
             self._absorb(self._matchmaker.handle(Tick(), now), effects, now)
-            self._name_misfits(effects)
+            effects += self._misfits.name()
         if self._averaging is None:
             self._follow(effects, now)
-        self._wakeup = self._next_wakeup()
+        self._clock.wake_at(self._next_wakeup())
 
     def _tell_losses(self, effects: list[Effect], now: float) -> None:
-        for group in list(self._rounds):
-            running = self._rounds[group]
-            for join in running.formed.joins:
-                known = self.view.record(join.peer) is not None
-                if known and not self.view.reachable(join.peer):
-                    lost = running.machine.lost(PeerId(join.peer), now)
-                    self._absorb(lost, effects, now)
-            self._forget_if_closed(group)
+        for running, peer in self._rounds.unreachable(self.view):
+            self._pass_on(running, running.machine.lost(peer, now), effects, now)
 
     def _adopt_schema(self, effects: list[Effect], now: float) -> None:
         """An aux peer has no model; it reduces what the workers average."""
@@ -440,24 +457,6 @@ class Node:
             if record is not None and record.schema:
                 effects += self._membership.publish(now, schema=record.schema)
                 return
-
-    def _note_change(self, entry: Entry) -> None:
-        if entry.record.schema != self.view.me.schema:
-            self._changed[PeerId(entry.record.peer)] = None
-
-    def _name_misfits(self, effects: list[Effect]) -> None:
-        """Say, once, who averages something else and so will never meet this peer."""
-        mine = self.view.me.schema
-        if not mine:
-            return
-        changed, self._changed = self._changed, {}
-        for peer in changed:
-            record = self.view.record(peer)
-            if record is None or len(self._misfits) >= MISFITS_MAX:
-                continue
-            if record.schema not in (b"", mine, self._misfits.get(peer)):
-                self._misfits[peer] = record.schema
-                effects.append(Emit(Notice("other-model", peer, "averages other tensors")))
 
     def _follow(self, effects: list[Effect], now: float) -> None:
         """Become due, or go to the swarm's epoch."""
@@ -476,13 +475,10 @@ class Node:
 
     def _next_wakeup(self) -> float | None:
         soonest = _sooner(self._membership.wakeup, self._matchmaker.wakeup)
-        for running in self._rounds.values():
+        for running in self._rounds.all():
             soonest = _sooner(soonest, running.machine.wakeup)
         if self._averaging is None and self._due is None:
             soonest = _sooner(soonest, self._progress.wakeup)
-        if soonest is not None:
-            self._own_wakeup = soonest
-            soonest += self._skew
         return soonest
 
 

@@ -108,11 +108,12 @@ class Reductions:
         for reduction in list(self._by_part.values()):
             self._settle(reduction)
 
-    def settle_alone(self) -> None:
-        """Nobody else is left: finish the chunks that hold others' contributions."""
+    def settle_alone(self, chunks: int) -> None:
+        """Nobody else is left: finish the chunks that hold others' contributions, and these
+        (a bit mask)."""
         for reduction in list(self._by_part.values()):
             for chunk, seats in list(reduction.seats.items()):
-                if seats:
+                if seats or chunks >> chunk & 1:
                     self._finalize(reduction, chunk)
 
     def drop(self) -> None:
@@ -184,7 +185,9 @@ class Reductions:
         state, config = self._round, self._round.config
         expected = state.contributors & ~reduction.cut
         late = [s for s in state.seating.seats(expected) if s not in reduction.delivered]
-        if now - reduction.started >= CUT_SHARE * (state.deadline - reduction.started):
+        # What the deadline has for the columns of a torus is not for senders that lag.
+        left_s = min(state.deadline - reduction.started, state.base_s)
+        if now - reduction.started >= CUT_SHARE * left_s:
             return late
         if len(late) != 1 or not reduction.delivered:
             return []

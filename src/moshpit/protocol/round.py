@@ -39,6 +39,9 @@ class Round:
         self.config = config
         self.started = now
         self.deadline = now + formed.deadline_s
+        columns = formed.columns
+        self.base_s = formed.deadline_s - (0.0 if columns is None else columns.hold_s)
+        """How long the round may last apart from what its columns may take."""
         self.seating = Seating(formed, seat, now)
         self.ledger = Ledger(formed, self.seating, masses)
         self.out: list[Effect] = []

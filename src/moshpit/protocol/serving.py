@@ -23,7 +23,7 @@ class Serving:
         size = state.seating.size
         self._pushed = [0] * size
         self._wanted = [0] * size
-        self._budget = [SERVED_FACTOR * state.ledger.chunks] * size
+        self._budget = [SERVED_FACTOR * state.ledger.all.bit_count()] * size
         self.asked = [0] * size
         """For each seat, the chunks that we asked it for."""
         self._helper: int | None = None
@@ -72,8 +72,9 @@ class Serving:
         result = self._round.ledger.results[chunk]
         assert result is not None
         peer = self._round.seating.peers[seat]
-        ballot, mass, seats = result
-        self._round.out.append(SendResult(peer, self._round.group, chunk, ballot, mass, seats))
+        ballot, mass, seats, reach = result
+        group = self._round.group
+        self._round.out.append(SendResult(peer, group, chunk, ballot, mass, seats, reach))
 
     # --- getting --------------------------------------------------------------------------
 

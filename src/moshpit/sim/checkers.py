@@ -5,6 +5,8 @@ that a check that never looked at anything is seen for what it is.
 
 - S1: each mean is the weighted mean of the contributions in its ledger, each once, and each of
   them is the value that its seat brought to the round.
+  In a row of the torus: what was held goes out as the mean of the column, or as it is; and what
+  goes up a column is what the row made, with its mass.
 - S2: one (group, chunk, ballot) has one value everywhere.
 - S4: refusals and blames name a peer and a reason, broken data is blamed on who broke it.
 - L1: rounds end by their deadline and are closed, joins are answered, averagings end.
@@ -18,8 +20,15 @@ import math
 from dataclasses import dataclass, field
 
 from moshpit.config import SwarmConfig
-from moshpit.events import EpochReport, Outcome, RoundReport
-from moshpit.protocol.machine import BeginAveraging, ChunkArrived, Effect, Finalize, Send
+from moshpit.events import EpochReport, Outcome, Reach, RoundReport
+from moshpit.protocol.machine import (
+    AdoptResult,
+    BeginAveraging,
+    ChunkArrived,
+    Effect,
+    Finalize,
+    Send,
+)
 from moshpit.sim.process import Process
 from moshpit.sim.scenario import Checks
 from moshpit.sim.store import Mean, Round
@@ -91,6 +100,7 @@ class Checkers:
         self._round_config = config.round
         self._peers = peers
         self._groups: dict[GroupId, dict[int, Round]] = {}
+        self._formed: dict[GroupId, GroupFormed] = {}
         self._values: dict[GroupId, dict[tuple[int, int], float]] = {}
         self._epochs: dict[int, _Epoch] = {}
         self._watches: dict[int, _Watch] = {}
@@ -143,9 +153,52 @@ class Checkers:
         """A process has entered a round."""
         group = GroupId(formed.group)
         self._groups.setdefault(group, {})[round_.seat] = round_
+        self._formed[group] = formed
         self._watch(process).rounds[group] = [now + formed.deadline_s + SLACK_S]
         if formed.joins[round_.seat].peer != process.peer:
             self.fail("S1", now, process, f"sits in seat {round_.seat}, which is not its own")
+
+    def is_held(self, group: GroupId, round_: Round, chunk: int, ballot: int) -> bool:
+        """Whether a mean that was made here is to go up a column first."""
+        columns = self._formed[group].columns
+        if columns is None or ballot:
+            return False
+        first, end = columns.spans[round_.seat]
+        return first <= chunk < end
+
+    def adopted(
+        self, now: float, process: Process, effect: AdoptResult, row: Round, column: Round
+    ) -> None:
+        """A held mean goes out: S1 for what the column, or nobody, has made of it."""
+        self._count("S1")
+        chunk = effect.chunk
+        label = f"group {short(effect.group)} chunk {chunk}"
+        held = row.held.get(chunk)
+        seats = held.seats if held is not None else 0
+        made = held if effect.source is None else column.means.get(chunk)
+        if made is None:
+            self.fail("S1", now, process, f"{label}: adopts what is not there")
+            return
+        if effect.source is not None and not made.seats >> column.seat & 1:
+            seats = 0
+        if (effect.seats, effect.mass) != (seats, made.mass):
+            self.fail(
+                "S1", now, process,
+                f"{label}: goes out with seats {effect.seats:#x} and mass {effect.mass}, "
+                f"was made of {seats:#x} and {made.mass}",
+            )  # fmt: skip
+        if effect.reach == Reach.ALL:
+            self._judge_reach(now, process, effect, label, made)
+
+    def _judge_reach(
+        self, now: float, process: Process, effect: AdoptResult, label: str, made: Mean
+    ) -> None:
+        columns = self._formed[effect.group].columns
+        formed = self._formed.get(effect.source) if effect.source is not None else None
+        if columns is None or formed is None or len(formed.joins) < columns.rows:
+            self.fail("S1", now, process, f"{label}: is not the mean of all rows")
+        elif made.seats != sum(1 << s for s, join in enumerate(formed.joins) if join.weighs):
+            self.fail("S1", now, process, f"{label}: somebody of its column is missing")
 
     def finalize(self, now: float, process: Process, effect: Finalize, round_: Round) -> None:
         """A reducer makes a mean: S1, before the store acts on it."""
@@ -153,13 +206,20 @@ class Checkers:
         parts = round_.sums.get(effect.chunk, [])
         label = f"group {short(effect.group)} chunk {effect.chunk} ballot {effect.ballot}"
         mask = 0
-        for seat, value, _ in parts:
+        formed = self._formed[effect.group]
+        for seat, value, weight in parts:
             if mask >> seat & 1:
                 self.fail("S1", now, process, f"{label}: seat {seat} counts twice")
             mask |= 1 << seat
             brought = self._groups[effect.group].get(seat)
             if brought is not None and brought.local[effect.chunk] != value:
                 self.fail("S1", now, process, f"{label}: not what seat {seat} brought")
+            if brought is not None and formed.key.span:
+                held = brought.held.get(effect.chunk)
+                same = sum(j.weighs and j.origin == formed.joins[seat].origin for j in formed.joins)
+                if held is None or not math.isclose(held.mass, weight * same, rel_tol=TOLERANCE):
+                    text = f"{label}: not the mass of what seat {seat} brought"
+                    self.fail("S1", now, process, text)
         # Seats that said that they have nothing to give may be named. So may the reducer: that
         # its value has no mass shows in the mass of the sum.
         may = mask | round_.empty.get(effect.chunk, 0) | 1 << round_.seat
@@ -193,16 +253,19 @@ class Checkers:
         label = f"group {short(report.group)}"
         if absent:
             self.fail("S1", now, process, f"{label}: reports chunks {absent} that it does not hold")
+        first = report.span[0] if report.span else 0
         for chunk, mean in round_.means.items():
             if chunk in report.missing:
                 continue
-            held = (mean.seats, mean.ballot)
-            told = (report.ledger[chunk], report.attempts[chunk])
-            if held != told or report.masses[chunk] != mean.mass:
+            at = chunk - first
+            held = (mean.seats, mean.ballot, mean.reach)
+            reach = report.reach[at] if report.reach else 0
+            told = (report.ledger[at], report.attempts[at], reach)
+            if held != told or report.masses[at] != mean.mass:
                 self.fail(
                     "S1", now, process,
-                    f"{label} chunk {chunk}: reports (seats, ballot) {told} and mass "
-                    f"{report.masses[chunk]}, holds {held} and {mean.mass}",
+                    f"{label} chunk {chunk}: reports (seats, ballot, reach) {told} and mass "
+                    f"{report.masses[at]}, holds {held} and {mean.mass}",
                 )  # fmt: skip
                 break
         watch = self._watch(process)
@@ -252,6 +315,7 @@ class Checkers:
         """No process has this group open any more."""
         self._groups.pop(group, None)
         self._values.pop(group, None)
+        self._formed.pop(group, None)
 
     # --- messages -------------------------------------------------------------------------
 

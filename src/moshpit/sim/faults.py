@@ -13,6 +13,7 @@ from typing import Protocol
 from moshpit.sim.process import Host, Process
 from moshpit.sim.scenario import Churn, Fault, Range
 from moshpit.sim.schedule import Schedule
+from moshpit.wire.messages import GroupKey
 
 
 class Levers(Protocol):
@@ -64,10 +65,10 @@ class Faults:
         """The first peer works on this epoch."""
         self._trigger("work", epoch)
 
-    def group_formed(self, epoch: int) -> None:
-        """A group of this epoch has formed."""
+    def group_formed(self, key: GroupKey) -> None:
+        """A group of this key has formed."""
         if self._waiting:
-            self._trigger("round", epoch)
+            self._trigger("column" if key.span else "round", key.epoch)
 
     def _trigger(self, moment: str, epoch: int) -> None:
         for fault in tuple(self._waiting):

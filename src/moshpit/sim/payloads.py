@@ -9,6 +9,7 @@ from typing import Any
 from moshpit.protocol.machine import (
     Accumulate,
     AccumulateOwn,
+    AdoptResult,
     CancelSends,
     ChunkArrived,
     CloseRound,
@@ -60,6 +61,7 @@ class Payloads:
             ResetSum: self._reset_sum,
             Finalize: self._finalize,
             SendResult: self._send_result,
+            AdoptResult: self._adopt_result,
             TakeResult: self._take_result,
             CancelSends: self._cancel_sends,
             RoundEnded: self._round_ended,
@@ -74,7 +76,11 @@ class Payloads:
 
     def _group_ready(self, process: Process, effect: GroupReady) -> None:
         group = GroupId(effect.formed.group)
-        round_ = process.store.open(group, effect.seat)
+        if effect.source is None:
+            round_ = process.store.open(group, effect.seat)
+        else:
+            span = effect.formed.key.span
+            round_ = process.store.open_column(group, effect.seat, effect.source, span)
         self._open[group] = self._open.get(group, 0) + 1
         self._checkers.group_ready(self._schedule.now, process, effect.formed, round_)
 
@@ -111,7 +117,10 @@ class Payloads:
         round_ = process.store.rounds[effect.group]
         self._checkers.finalize(self._schedule.now, process, effect, round_)
         mean = round_.finalize(effect.chunk, effect.ballot, effect.mass, effect.seats)
-        self._checkers.mean(self._schedule.now, process, effect.group, effect.chunk, mean)
+        if self._checkers.is_held(effect.group, round_, effect.chunk, effect.ballot):
+            round_.held[effect.chunk] = round_.means.pop(effect.chunk)
+        else:
+            self._checkers.mean(self._schedule.now, process, effect.group, effect.chunk, mean)
 
     def _send_result(self, process: Process, effect: SendResult) -> None:
         mean = process.store.rounds[effect.group].means.get(effect.chunk)
@@ -122,7 +131,7 @@ class Payloads:
             return
         header = ChunkHeader(
             ChunkKind.RESULT, effect.ballot, effect.chunk, self._chunk_bytes, 0, effect.group,
-            effect.mass, effect.seats,
+            effect.mass, effect.seats, effect.reach,
         )  # fmt: skip
         self._network.send_chunk(process, effect.peer, ChunkArrived(process.peer, header, ""), mean)
 
@@ -134,6 +143,20 @@ class Payloads:
         process.store.rounds[effect.group].means[effect.chunk] = payload
         self._checkers.mean(self._schedule.now, process, effect.group, effect.chunk, payload)
 
+    def _adopt_result(self, process: Process, effect: AdoptResult) -> None:
+        rounds = process.store.rounds
+        row = rounds[effect.group]
+        column = row if effect.source is None else rounds.get(effect.source)
+        made = row.held if effect.source is None else column.means if column is not None else {}
+        found = made.get(effect.chunk)
+        if found is None or column is None:
+            self._misuse(process, effect, "adopts a result that it does not hold")
+            return
+        mean = Mean(found.value, effect.ballot, effect.mass, effect.seats, row.seat, effect.reach)
+        self._checkers.adopted(self._schedule.now, process, effect, row, column)
+        row.means[effect.chunk] = mean
+        self._checkers.mean(self._schedule.now, process, effect.group, effect.chunk, mean)
+
     def _misuse(self, process: Process, effect: Effect, text: str) -> None:
         self._checkers.fail("S1", self._schedule.now, process, f"{effect}: {text}")
 
@@ -143,7 +166,9 @@ class Payloads:
     def _round_ended(self, process: Process, effect: RoundEnded) -> None:
         report = effect.report
         round_ = process.store.rounds[report.group]
-        absent = process.store.adopt(round_, report.missing)
+        absent = round_.lacks(report.missing)
+        if not round_.span:
+            process.store.adopt(round_, report.missing)
         self._checkers.round_ended(self._schedule.now, process, report, round_, absent)
 
     def _close_round(self, process: Process, effect: CloseRound) -> None:

@@ -147,8 +147,9 @@ class Fault(_Table, frozen=True):
     kind: FaultKind
     at_s: float | None = None
     at_epoch: int | None = None
-    moment: Literal["work", "round"] = "work"
-    """With ``at_epoch``: at the epoch's start, or when its first group has formed."""
+    moment: Literal["work", "round", "column"] = "work"
+    """With ``at_epoch``: at the epoch's start, or when its first group (of a torus: its first
+    column) has formed."""
     after_s: Range = (0.0, 0.0)
     """Later than that by a random time in this range, one for each victim."""
     for_s: Range | None = None
@@ -168,7 +169,7 @@ class Fault(_Table, frozen=True):
         )
         _require(self.at_s is None or self.at_s >= 0, "at_s: not below 0")
         _require(self.at_epoch is None or self.at_epoch >= 0, "at_epoch: not below 0")
-        _require(self.at_s is None or self.moment == "work", 'moment = "round" needs at_epoch')
+        _require(self.at_s is None or self.moment == "work", "moment needs at_epoch")
         _check_range("after_s", self.after_s)
         if self.for_s is not None:
             _check_range("for_s", self.for_s)
@@ -214,7 +215,7 @@ class Scenario(_Table, frozen=True):
     churn: Churn | None = None
     faults: tuple[Fault, ...] = ()
     checks: Checks = Checks()
-    settings: dict[str, dict[str, float | int | bool]] = {}
+    settings: dict[str, dict[str, float | int | bool | str]] = {}
     """Changes to the preset: settings.round.stall_s = 2.0 and the like."""
 
     def __post_init__(self) -> None:

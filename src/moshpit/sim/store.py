@@ -22,14 +22,17 @@ class Contribution:
 class Mean:
     """A reduced chunk; the payload of a result chunk, made once and only passed on."""
 
-    __slots__ = ("ballot", "made_by", "mass", "seats", "value")
+    __slots__ = ("ballot", "made_by", "mass", "reach", "seats", "value")
 
-    def __init__(self, value: float, ballot: int, mass: float, seats: int, made_by: int) -> None:
+    def __init__(  # noqa: PLR0917 - a plain record
+        self, value: float, ballot: int, mass: float, seats: int, made_by: int, reach: int = 0
+    ) -> None:
         self.value = value
         self.ballot = ballot
         self.mass = mass
         self.seats = seats
         self.made_by = made_by
+        self.reach = reach
 
 
 Payload = Contribution | Mean
@@ -38,14 +41,19 @@ Payload = Contribution | Mean
 class Round:
     """What one process holds of one group all-reduce."""
 
-    __slots__ = ("empty", "local", "means", "seat", "sums")
+    __slots__ = ("empty", "held", "local", "means", "seat", "span", "sums")
 
-    def __init__(self, seat: int, local: list[float]) -> None:
+    def __init__(self, seat: int, local: list[float], span: tuple[int, ...] = ()) -> None:
         self.seat = seat
         self.local = local
+        self.span = span
+        """The chunks that the round is about; (): all."""
         self.sums: dict[int, list[tuple[int, float, float]]] = {}
         """For each chunk being summed: (seat, value, mass) of what is in it."""
         self.means: dict[int, Mean] = {}
+        self.held: dict[int, Mean] = {}
+        """Torus. In a row: means that were made here and are to go up the column before
+        anybody gets them. In a column: the row's, as this seat brought them."""
         self.empty: dict[int, int] = {}
         """For each chunk, the bit mask of the seats that said that they have nothing to give."""
 
@@ -68,6 +76,11 @@ class Round:
         self.means[chunk] = mean
         return mean
 
+    def lacks(self, missing: tuple[int, ...]) -> list[int]:
+        """Return the chunks without a mean that are not ``missing``."""
+        first, end = self.span or (0, len(self.local))
+        return [c for c in range(first, end) if c not in missing and c not in self.means]
+
 
 class Store:
     """The open rounds of one process."""
@@ -85,15 +98,22 @@ class Store:
         self.rounds[group] = made
         return made
 
-    def adopt(self, round_: Round, missing: tuple[int, ...]) -> list[int]:
-        """Take over a round's means, except where ``missing``; return chunks without a mean."""
-        absent: list[int] = []
-        for chunk in range(len(self.vector)):
-            if chunk in missing:
-                continue
-            mean = round_.means.get(chunk)
-            if mean is None:
-                absent.append(chunk)
-            else:
+    def open_column(
+        self, group: GroupId, seat: int, source: GroupId, span: tuple[int, ...]
+    ) -> Round:
+        """Make room for a column's round on what the row has reduced here."""
+        row = self.rounds[source]
+        made = Round(seat, list(row.local), span)
+        for chunk in range(*span):
+            held = row.held.get(chunk)
+            if held is not None:
+                made.local[chunk] = held.value
+                made.held[chunk] = held
+        self.rounds[group] = made
+        return made
+
+    def adopt(self, round_: Round, missing: tuple[int, ...]) -> None:
+        """Take over a round's means, except where ``missing``."""
+        for chunk, mean in round_.means.items():
+            if chunk not in missing:
                 self.vector[chunk] = mean.value
-        return absent

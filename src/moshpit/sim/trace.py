@@ -17,6 +17,7 @@ import msgspec
 from moshpit.protocol.machine import (
     Accumulate,
     AccumulateOwn,
+    AdoptResult,
     AveragingDue,
     AveragingEnded,
     BeginAveraging,
@@ -59,7 +60,7 @@ _EFFECTS: dict[type, int] = {
         (
             Send, Emit, GroupReady, SeekFailed, SendContribution, Accumulate, AccumulateOwn,
             ResetSum, Finalize, SendResult, TakeResult, CancelSends, RoundEnded, CloseRound,
-            AveragingDue, AveragingEnded,
+            AveragingDue, AveragingEnded, AdoptResult,
         )
     )
 }  # fmt: skip
@@ -116,7 +117,7 @@ class Trace:
                 case Send(peer=peer, message=message):
                     pending.append(_tag(message))
                     pending += peer[:4]
-                case Finalize(chunk=chunk, mass=mass):
+                case Finalize(chunk=chunk, mass=mass) | AdoptResult(chunk=chunk, mass=mass):
                     pending += _mass(chunk, mass)
                 case _:
                     pass

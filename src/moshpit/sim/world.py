@@ -381,7 +381,7 @@ class World:
             for effect in effects:
                 actions[type(effect)](process, effect)
                 if type(effect) is GroupReady:
-                    self.faults.group_formed(effect.formed.key.epoch)
+                    self.faults.group_formed(effect.formed.key)
         self._arm(process)
 
     def _judge_chunk(

@@ -16,7 +16,7 @@ from moshpit.types import GroupId
 from moshpit.wire.messages import AnyMessage, Message
 
 LENGTH = struct.Struct("<I")
-_HEADER = struct.Struct("<BBHIIB3x16sdQ")
+_HEADER = struct.Struct("<BBHIIBB2x16sdQ")
 HEADER_BYTES = _HEADER.size
 TAG_BYTES = 16
 _MAGIC = 0x4D
@@ -58,6 +58,7 @@ class ChunkHeader(msgspec.Struct, frozen=True):
         group: the round.
         mass: the weight behind the value.
         seats: for a result, the bit mask of the seats that are in it; else 0.
+        reach: for a result of a row of the torus schedule, how far it reaches (`Reach`).
     """
 
     kind: ChunkKind
@@ -68,6 +69,7 @@ class ChunkHeader(msgspec.Struct, frozen=True):
     group: GroupId
     mass: float
     seats: int
+    reach: int = 0
 
     def pack(self) -> bytes:
         """Return the header's bytes; with a sealed payload they are authenticated too."""
@@ -78,6 +80,7 @@ class ChunkHeader(msgspec.Struct, frozen=True):
             self.chunk,
             self.length,
             self.codec,
+            self.reach,
             self.group,
             self.mass,
             self.seats,
@@ -88,9 +91,11 @@ class ChunkHeader(msgspec.Struct, frozen=True):
         cls, data: bytes | bytearray | memoryview, sender: str, length_max: int
     ) -> ChunkHeader:
         """Read and check a header; raises `WireError` naming the sender."""
-        magic, kind, ballot, chunk, length, codec, group, mass, seats = _HEADER.unpack(data)
+        magic, kind, ballot, chunk, length, codec, reach, group, mass, seats = _HEADER.unpack(data)
         if magic != _MAGIC or kind not in (1, 2):
             raise WireError(sender, "bad-chunk-header", f"magic {magic:#x}, kind {kind}")
         if length > length_max:
             raise WireError(sender, "oversized", f"chunk of {length} bytes, limit {length_max}")
-        return cls(ChunkKind(kind), ballot, chunk, length, codec, GroupId(group), mass, seats)
+        return cls(
+            ChunkKind(kind), ballot, chunk, length, codec, GroupId(group), mass, seats, reach
+        )

@@ -161,9 +161,7 @@ class GroupKey(msgspec.Struct, frozen=True, array_like=True, order=True):
     axis: int
     path: tuple[int, ...]
     span: tuple[int, ...] = ()
-    """What is averaged: the chunks from the first number up to the second; (): the whole vector.
-
-    The columns of the torus schedule average a slice. Peers that cut otherwise have another key."""
+    """Torus columns average a slice: the chunks from the first number up to the second."""
 
 
 class Join(Message, frozen=True, tag=10):
@@ -248,7 +246,7 @@ class Columns(msgspec.Struct, frozen=True, array_like=True):
     rows: int
     """How many members a whole column has."""
     hold_s: float
-    """How long a seat may hold what it has reduced; then the row's mean goes out."""
+    """How long a seat may hold what it has reduced."""
     column_s: float
     """How much of that is for the column's own round."""
 
@@ -266,14 +264,11 @@ class GroupFormed(Message, frozen=True, tag=17):
     bounds: tuple[int, ...]
     """Part j is the chunks from bounds[j] up to bounds[j+1]; M+1 numbers."""
     next_path: tuple[tuple[int, ...], ...]
-    """For each seat, the path of the next axis' key; empty tuples after the last axis.
-
-    With ``columns``: that of its column; empty for seats that hold nothing."""
+    """For each seat, the path of the next axis' key; empty tuples after the last axis."""
     deadline_s: float
     """How long the round may last at most, in each member's own time."""
     signature: bytes = b""
     columns: Columns | None = None
-    """None: results go out as soon as they are there."""
 
 
 # --- group all-reduce ---------------------------------------------------------------------
