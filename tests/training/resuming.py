@@ -52,8 +52,11 @@ def train(args: argparse.Namespace, kind: str, swarm: moshpit.Swarm) -> dict[str
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    state = TrainingState.capture(optimizer.inner, model, epoch=0, added={"s": schedule})
+    state = TrainingState.capture(
+        optimizer.inner, model, epoch=0, added={"s": schedule}, generators=False
+    )
     return {
+        "next": torch.rand(1).item(),
         "first": first,
         "epoch": optimizer.epoch,
         "digest": state.image().manifest.digest.hex(),

@@ -11,8 +11,10 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,7 +46,7 @@ class Trainer:
         self.optimizer = moshpit.Optimizer(
             inner,
             swarm.peers[-1],
-            moshpit.LocalSGD(8, overlap=False),
+            moshpit.LocalSGD(epoch_samples, overlap=False),
             batch_size=8,
             model=self.model,
             checkpoint=checkpoint,
@@ -98,18 +100,17 @@ def trainer(memory_swarm: Any, tmp_path: Path) -> Train:
 def test_every_and_keep(trainer: Train, tmp_path: Path) -> None:
     training = trainer(every=3, keep=2)
     seen = []
-    for _ in range(11):
+    for _ in range(23):
         training.step()
         seen.append(epochs(tmp_path / "ckpt"))
-    # one step later: it is complete when the loop has come around
-    assert seen == [[], [], [], [3], [3], [3], [6, 3], [6, 3], [6, 3], [9, 6], [9, 6]]
+    # one step after the epoch's last: it is complete when the loop has come around
+    assert seen == 6 * [[]] + 6 * [[3]] + 6 * [[6, 3]] + 5 * [[9, 6]]
     training.finish()
     assert epochs(tmp_path / "ckpt") == [12, 9]
 
 
 def test_save_at_once(trainer: Train, tmp_path: Path) -> None:
-    training = trainer(every=100)
-    training.step()
+    training = trainer(every=100).train(1)
     first = training.checkpoint.save()
     assert first == tmp_path / "ckpt" / f"epoch-00000001-{OWNER}"
     second = training.checkpoint.save()
@@ -169,6 +170,7 @@ def test_goes_on_in_another_process_to_the_bit(tmp_path: Path) -> None:
         assert half[kind]["epoch"] == 2
         assert again[kind]["first"] == 6
         assert again[kind]["digest"] == straight[kind]["digest"] != half[kind]["digest"]
+        assert again[kind]["next"] == straight[kind]["next"]
 
 
 def test_resume_takes_the_newest(trainer: Train, caplog: pytest.LogCaptureFixture) -> None:
@@ -187,7 +189,7 @@ def test_a_scheduler_goes_on(trainer: Train, added_before: bool) -> None:
     def schedule(training: Trainer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.ExponentialLR(training.optimizer.inner, 0.5)
 
-    one = trainer()
+    one = trainer(every=100)
     ours = one.checkpoint.add("schedule", schedule(one))
     for _ in range(3):
         one.step()
@@ -284,45 +286,33 @@ def test_two_real_peers_start_again_at_the_newest_epoch(
     trainer: Train, tmp_path: Path, together: Any
 ) -> None:
     """One has missed five epochs: it follows, and its old values weigh nothing."""
-    trainer(tmp_path / "new", seed=1, width=8).train(12).checkpoint.save()
-    trainer(tmp_path / "old", seed=2, width=8).train(7).checkpoint.save()
+    trainer(tmp_path / "new", seed=1).train(12).checkpoint.save()
+    trainer(tmp_path / "old", seed=2).train(7).checkpoint.save()
     invite = RunKey.generate().invite()
     options: dict[str, Any] = {"listen": "127.0.0.1:0", "identity": "new", "preset": "local"}
+
+    def make(swarm: moshpit.Swarm, name: str) -> Trainer:
+        checkpoint = moshpit.Checkpoint(tmp_path / name, every=100, resume=True)
+        training = Trainer(SimpleNamespace(peers=[swarm]), checkpoint, epoch_samples=512)
+        training.optimizer.param_groups[0]["lr"] = 0.0
+        return training
+
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(moshpit.join(invite.ticket(()).encode(), **options))
         ticket = invite.ticket(first.addresses).encode()
         second = stack.enter_context(moshpit.join(ticket, **options))
         first.wait_for_peers(2)
-
-        def make(swarm: moshpit.Swarm, name: str) -> tuple[Any, Any]:
-            model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
-            checkpoint = moshpit.Checkpoint(tmp_path / name, every=100, resume=True)
-            return model, moshpit.Optimizer(
-                torch.optim.AdamW(model.parameters(), lr=0.0),
-                swarm,
-                moshpit.LocalSGD(64, overlap=False),
-                batch_size=8,
-                model=model,
-                checkpoint=checkpoint,
-            )
-
-        def train(optimizer: Any, model: Any) -> list[int]:
-            seen = [optimizer.epoch]
-            while optimizer.epoch < 14:
-                model(torch.randn(8, 4)).square().mean().backward()
-                optimizer.step()
-                seen.append(optimizer.epoch)
-            optimizer.finish()
-            return seen
-
-        (m1, o1), (m2, o2) = make(first, "new"), make(second, "old")
-        newest = [p.detach().clone() for p in m1.parameters()]
-        seen = together(lambda: train(o1, m1), lambda: train(o2, m2))
-    assert seen[0][0] == 12
-    assert all(epoch in (7, 12, 13, 14) for epoch in seen[1])
-    for a, b, c in zip(m1.parameters(), m2.parameters(), newest, strict=True):
-        assert torch.equal(a, b)
-        assert torch.allclose(a, c, atol=1e-6), "the old values have pulled the new ones back"
+        trainers = (make(first, "new"), make(second, "old"))
+        assert trainers[0].optimizer.epoch == 12
+        newest = trainers[0].weights()
+        assert not torch.allclose(newest, trainers[1].weights(), atol=1e-3)
+        deadline = time.monotonic() + 60.0
+        while second.epoch < 12 or len([p for p in first.peers() if p.epoch == 12]) < 2:
+            assert time.monotonic() < deadline, "the news does not spread"
+            time.sleep(0.01)
+        together(*(lambda t=t: t.train(14).finish() for t in trainers))
+    assert torch.equal(*(t.weights() for t in trainers))
+    assert torch.allclose(trainers[0].weights(), newest, atol=1e-6), "pulled back by old values"
 
 
 # --- faults --------------------------------------------------------------------------------
@@ -487,9 +477,8 @@ def test_a_directory_that_vanishes_is_made_again(trainer: Train, tmp_path: Path)
 
 
 def test_a_state_that_has_no_form_stops_at_the_first_checkpoint(trainer: Train) -> None:
-    training = trainer()
+    training = trainer().train(1)
     training.optimizer.param_groups[0]["odd"] = object()
-    training.step()
     with pytest.raises(StateError, match=r"groups\.0\.odd: a object cannot be saved"):
         training.step()
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,20 +15,29 @@ from torch import nn
 import moshpit
 from moshpit.identity.tickets import RunKey
 
+ROOT = Path(__file__).parents[2]
 BATCH = 8
 EPOCHS = 3
+OPTIONS = {"listen": "127.0.0.1:0", "identity": "new", "preset": "local"}
 
 
 @pytest.fixture
-def two_swarms():
-    invite = RunKey.generate().invite()
-    options = {"listen": "127.0.0.1:0", "identity": "new", "preset": "local"}
-    with moshpit.join(invite.ticket(()).encode(), **options) as first:
+def invite():
+    return RunKey.generate().invite()
+
+
+@pytest.fixture
+def two_swarms(invite):
+    with moshpit.join(invite.ticket(()).encode(), **OPTIONS) as first:
         ticket = invite.ticket(first.addresses).encode()
-        with moshpit.join(ticket, **options) as second:
+        with moshpit.join(ticket, **OPTIONS) as second:
             for swarm in (first, second):
                 swarm.wait_for_peers(2)
             yield first, second
+
+
+def diloco():
+    return moshpit.DiLoCo(64 * BATCH)
 
 
 class Trainer:
@@ -35,12 +48,18 @@ class Trainer:
         inner = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.opt = moshpit.Optimizer(inner, swarm, strategy, batch_size=BATCH, model=self.model)
 
-    def train(self):
-        while self.opt.epoch < EPOCHS:
-            x = torch.randn(BATCH, 4, generator=self.random)
-            (self.model(x) - x[:, :2].sin()).square().mean().backward()
-            self.opt.step()
-            self.opt.zero_grad()
+    def loss(self):
+        x = torch.randn(BATCH, 4, generator=self.random)
+        return (self.model(x) - x[:, :2].sin()).square().mean()
+
+    def step(self):
+        self.loss().backward()
+        self.opt.step()
+        self.opt.zero_grad()
+
+    def train(self, until=lambda epoch: epoch >= EPOCHS):
+        while not until(self.opt.epoch):
+            self.step()
         return self.opt.finish()
 
 
@@ -57,8 +76,9 @@ def wait_until_all_are_attached(swarms):
         lambda: moshpit.LocalSGD(64 * BATCH),
         lambda: moshpit.LocalSGD(64 * BATCH, overlap=False),
         lambda: moshpit.GradientAveraging(64 * BATCH, max_grad_norm=1.0),
+        diloco,
     ],
-    ids=["local-overlap", "local-blocking", "gradients"],
+    ids=["local-overlap", "local-blocking", "gradients", "diloco"],
 )
 def test_two_peers_end_with_the_same_bytes(make, two_swarms, together):
     first, second = (Trainer(swarm, make(), seed=i) for i, swarm in enumerate(two_swarms))
@@ -72,3 +92,70 @@ def test_two_peers_end_with_the_same_bytes(make, two_swarms, together):
         stats = trainer.opt.stats
         assert stats.failed == stats.stale == stats.alone == 0
         assert stats.averagings >= EPOCHS + 1
+
+
+@pytest.mark.parametrize(
+    "make", [moshpit.LocalSGD, moshpit.DiLoCo, moshpit.GradientAveraging], ids=lambda m: m.name
+)
+def test_an_overflow_at_one_peer_costs_its_batch_only(make, two_swarms, together):
+    """`torch.amp.GradScaler` as it is: its scale is its peer's own matter."""
+    peers = [Trainer(swarm, make(16 * BATCH), seed=i) for i, swarm in enumerate(two_swarms)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=256.0) for _ in peers]
+    wait_until_all_are_attached(two_swarms)
+
+    def train(trainer, scaler, bad_steps):
+        done = 0
+        while trainer.opt.epoch < EPOCHS:
+            factor = float("inf") if done in bad_steps else 1.0
+            scaler.scale(trainer.loss() * factor).backward()
+            scaler.step(trainer.opt)
+            scaler.update()
+            trainer.opt.zero_grad()
+            done += 1
+        return trainer.opt.finish()
+
+    bad_steps = ({0, 1}, set())
+    reports = together(
+        *[lambda a=a: train(*a) for a in zip(peers, scalers, bad_steps, strict=True)]
+    )
+    assert all(r.outcome is moshpit.Outcome.COMPLETE for r in reports)
+    for p, q in zip(peers[0].model.parameters(), peers[1].model.parameters(), strict=True):
+        assert torch.isfinite(p).all()
+        assert torch.equal(p, q)
+    assert [t.opt.stats.skipped for t in peers] == [2, 0]
+    assert [s.get_scale() for s in scalers] == [64.0, 256.0]
+
+
+def test_diloco_goes_on_when_a_peer_is_killed(invite, two_swarms, together):
+    ticket = invite.ticket(two_swarms[0].addresses).encode()
+    command = [sys.executable, "-m", "tests.training.peer", ticket]
+    victim = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert victim.stdout.readline() == "ready\n"
+        for swarm in two_swarms:
+            swarm.wait_for_peers(3)
+        peers = [Trainer(swarm, diloco(), seed=i) for i, swarm in enumerate(two_swarms)]
+        wait_until_all_are_attached(two_swarms)
+        last = [float("inf")]
+
+        def kill():
+            while victim.stdout.readline() not in ("epoch 3\n", ""):
+                pass
+            victim.kill()
+            victim.wait()
+            last[0] = max(t.opt.epoch for t in peers) + 6
+
+        trains = [lambda t=t: t.train(until=lambda epoch: epoch >= last[0]) for t in peers]
+        *reports, _ = together(*trains, kill)
+    finally:
+        victim.kill()
+        victim.wait()
+        victim.stdout.close()
+    assert victim.returncode == -signal.SIGKILL
+    assert [r.outcome for r in reports] == [moshpit.Outcome.COMPLETE] * 2
+    for p, q in zip(peers[0].model.parameters(), peers[1].model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    first, second = (t.opt._strategy for t in peers)
+    assert torch.equal(first._anchor, second._anchor)
+    assert torch.equal(first._momentum, second._momentum)
+    assert first.outer_steps > 3
