@@ -15,7 +15,9 @@ import json
 import logging
 import sys
 import time
+from typing import Any
 
+import numpy as np
 import torch
 
 import moshpit
@@ -37,6 +39,11 @@ def inputs(number: int, numel: int) -> torch.Tensor:
     shared = torch.linspace(-1.0, 1.0, numel)
     a, b = coefficients(number)
     return a * shared + b
+
+
+def random_inputs(seed: int, number: int, numel: int) -> torch.Tensor:
+    values = np.random.default_rng((seed, number)).standard_normal(numel, np.float32)
+    return torch.from_numpy(values)
 
 
 def ledger_error(report: RoundReport, result: torch.Tensor, numbers: dict[str, int]) -> float:
@@ -77,25 +84,27 @@ def report_fields(report: RoundReport) -> dict[str, object]:
     }
 
 
-def average(swarm: moshpit.Swarm, command: dict[str, object], number: int, numel: int) -> None:
+def average(swarm: moshpit.Swarm, command: dict[str, Any], number: int, numel: int) -> None:
     numbers = command.get("numbers", {})
     assert isinstance(numbers, dict)
-    mine = inputs(number, numel)
+    drawn = "seed" in command  # random inputs and weights that the test knows, too
+    mine = random_inputs(command["seed"], number, numel) if drawn else inputs(number, numel)
+    weight = command["weights"][number] if drawn else 1.0 + number
     if command.get("poison"):
         mine[numel // 2] = float("nan")
     say("averaging", at=time.time())
     began = time.monotonic()
     try:
-        (result,), report = swarm.average([mine], weight=1.0 + number)
+        (result,), report = swarm.average([mine], weight=weight)
     except moshpit.MoshpitError as error:
         say("error", kind=type(error).__name__, text=str(error))
         return
     seconds = time.monotonic() - began
     error = None
-    if len(report.rounds) == 1 and numbers:
+    if len(report.rounds) == 1 and numbers and not drawn:
         error = ledger_error(report.rounds[0], result, numbers)
     mean = None
-    if "numbers" in command:
+    if "numbers" in command and not drawn:
         total = sum(1.0 + n for n in numbers.values())
         a = sum((1.0 + n) * coefficients(n)[0] for n in numbers.values()) / total
         b = sum((1.0 + n) * coefficients(n)[1] for n in numbers.values()) / total
@@ -110,6 +119,7 @@ def average(swarm: moshpit.Swarm, command: dict[str, object], number: int, numel
         digest=hashlib.sha256(result.numpy().tobytes()).hexdigest(),
         ledger_error=error,
         mean_error=mean,
+        values=result.tolist() if drawn else None,
         rounds=[report_fields(r) for r in report.rounds],
     )
 
@@ -122,6 +132,7 @@ def main() -> None:
     parser.add_argument("--listen", default="127.0.0.1:0")
     parser.add_argument("--role", default="worker")
     parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--preset", default="lan")
     parser.add_argument("--plaintext", action="store_true")
     parser.add_argument("--log", action="store_true")
     args = parser.parse_args()
@@ -134,6 +145,7 @@ def main() -> None:
         listen=args.listen if args.role != "client" else None,
         plaintext=args.plaintext,
         group_size=args.group_size,
+        preset=args.preset,
         identity="new",
     )
     say("joined", peer=short(swarm.peer_id), addresses=[str(a) for a in swarm.addresses])
