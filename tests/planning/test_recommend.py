@@ -30,7 +30,7 @@ MBIT = 1e6 / 8
 RUN = PlannedRun(1_300_000_000, 0.8, swarm_of([(24, 200 * MBIT, 200 * MBIT)], 0, 0.05))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.floats(1e5, 1e10),
     st.floats(0.01, 10),

@@ -148,7 +148,7 @@ ROUNDING = 1.1
 """Parts are whole chunks: a faster peer may be given one chunk too many."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(BANDWIDTHS, SCHEDULE, SIZE, st.floats(1, 10), st.data())
 def test_more_bandwidth_is_never_slower(
     bandwidths: list[float], schedule: str, size: int, factor: float, data: st.DataObject
@@ -161,7 +161,7 @@ def test_more_bandwidth_is_never_slower(
     assert cost(links(*bandwidths), schedule, size).seconds <= before * ROUNDING
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(BANDWIDTHS, SCHEDULE, SIZE, st.integers(0, 5))
 def test_nothing_is_sent_that_is_not_received(
     bandwidths: list[float], schedule: str, size: int, clients: int
@@ -177,7 +177,7 @@ def test_nothing_is_sent_that_is_not_received(
             assert means == pytest.approx(sum(share.got_means for share in group))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(BANDWIDTHS, SCHEDULE, SIZE)
 def test_no_averaging_beats_the_physical_limit(
     bandwidths: list[float], schedule: str, size: int
@@ -189,7 +189,7 @@ def test_no_averaging_beats_the_physical_limit(
     assert found.swarm_bytes >= 2 * (count - 1) * VECTOR * (1 - 1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(BANDWIDTHS, SCHEDULE, SIZE, st.sampled_from(CODECS), st.floats(0, 0.5))
 def test_latency_only_adds(
     bandwidths: list[float], schedule: str, size: int, codec: CodecCost, round_trip_s: float
