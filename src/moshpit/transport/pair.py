@@ -29,10 +29,11 @@ FAULTS_MAX: Final = 3  # guess: faults in a row, without a good chunk between, t
 STRIPES_LIMIT: Final = 64  # guess: what another peer may open, whatever this one's own settings
 
 LOOK_S: Final = 0.5  # guess: how often the losses of a link that is full are looked at
-SEGMENTS_MIN: Final = 200  # guess: fewer say nothing about losses
+SEGMENTS_MIN: Final = 100  # guess: fewer say nothing about losses
+LOOKS: Final = 2  # guess: with losses, in a row; a queue that overflows does so now and then
 LOSS_MIN: Final = 1e-3  # guess: share of segments sent again at which stripes help
 RTT_S_MIN: Final = 2e-3  # guess: nearer peers recover from a loss in no time
-QUEUE_FREE: Final = 1.5  # guess: a round trip this much above the shortest means a full queue
+QUEUE_FREE: Final = 1.25  # guess: a round trip this much above the shortest means a queue
 WIDEN: Final = 4  # guess: 1, 4, 16 ... stripes, up to stripes_max
 LOSS_PROOF: Final = frozenset({"bbr", "bbr2", "bbr3"})  # measured, design §6
 
@@ -56,8 +57,9 @@ class BulkPair:
         self._stripes: list[Stripe] = []
         self._ceiling = context.config.stripes_max
         self._width = min(context.config.stripes_min, self._ceiling)
-        self._look_at = 0.0
-        self._seen = (0, 0)  # segments and losses when the width was last considered
+        self._look: asyncio.TimerHandle | None = None
+        self._seen = (0, 0)  # segments sent, and sent again, at the last look
+        self._lossy = 0  # looks in a row that found losses and no queue
         self._wanted = False
         self._faults = 0
         self._ended: str | None = None  # why, while it is not clear whether the peer has left
@@ -72,9 +74,8 @@ class BulkPair:
             if link.send(header, payload):
                 return True
         self._wanted = True
-        if links:
-            self._consider()
         self._open_missing()
+        self._watch()
         return False
 
     @property
@@ -105,6 +106,9 @@ class BulkPair:
         """Forget everything; returns the connections that are closing."""
         self._wanted = False
         self._ended = None
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
         closing = [link for s in self._stripes if (link := s.close()) is not None]
         for link in closing:
             if graceful:
@@ -128,26 +132,31 @@ class BulkPair:
             self._stripes.append(Stripe(self._context, self.peer, number, self, self._stats))
         return self._stripes[index]
 
+    def _watch(self) -> None:
+        """While the link is full, look at its losses from time to time."""
+        if self._look is None and self._width < self._ceiling:
+            self._look = asyncio.get_running_loop().call_later(LOOK_S, self._consider)
+
     def _consider(self) -> None:
-        """The link is full: widen it if losses, and not a queue, hold it back."""
-        now = asyncio.get_running_loop().time()
-        if now < self._look_at or self._width >= self._ceiling:
+        """Widen the link if it is full, and losses, not a queue, hold it back."""
+        self._look = None
+        if not self._wanted:
             return
-        self._look_at = now + LOOK_S
+        self._watch()
         infos = [info for s in self._stripes if (info := s.info()) is not None]
-        segments = sum(info.segments for info in infos)
-        lost = sum(info.retransmitted for info in infos)
-        sent, again = segments - self._seen[0], lost - self._seen[1]
-        if sent < 0 or again < 0:  # a connection was replaced
-            self._seen = (segments, lost)
+        seen = sum(info.segments for info in infos), sum(info.retransmitted for info in infos)
+        sent, again = seen[0] - self._seen[0], seen[1] - self._seen[1]
+        if 0 <= sent < SEGMENTS_MIN:
             return
-        if sent < SEGMENTS_MIN:
-            return
-        self._seen = (segments, lost)
+        self._seen = seen
         far = all(info.rtt_s_min >= RTT_S_MIN for info in infos)
         queue = any(info.rtt_s > QUEUE_FREE * info.rtt_s_min for info in infos)
-        if far and not queue and again >= LOSS_MIN * sent and not self._loss_proof():
+        lossy = far and not queue and again >= LOSS_MIN * sent > 0
+        self._lossy = self._lossy + 1 if lossy and not self._loss_proof() else 0
+        if self._lossy >= LOOKS:
+            self._lossy = 0
             self._width = min(self._ceiling, WIDEN * self._width)
+            self._open_missing()
 
     def _loss_proof(self) -> bool:
         socks = [s.sock for s in self._stripes if s.sock is not None]
