@@ -91,6 +91,7 @@ VIRTUAL = {
 """The same for sim/, where time and the network are virtual."""
 
 PUBLIC_NAMES = [
+    "Checkpoint",
     "DiLoCo",
     "EpochReport",
     "GradientAveraging",

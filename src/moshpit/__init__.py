@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from moshpit.identity.tickets import Ticket
     from moshpit.runtime.join import join
     from moshpit.runtime.swarm import Swarm
+    from moshpit.training.checkpoint import Checkpoint
     from moshpit.training.optimizer import Optimizer
     from moshpit.training.strategies import DiLoCo, GradientAveraging, LocalSGD, Nesterov
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoint",
     "DiLoCo",
     "EpochReport",
     "GradientAveraging",
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Checkpoint": "training.checkpoint",
     "DiLoCo": "training.strategies",
     "EpochReport": "events",
     "GradientAveraging": "training.strategies",

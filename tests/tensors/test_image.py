@@ -224,7 +224,7 @@ def test_a_file_that_is_none_is_refused(header: bytes) -> None:
 
 
 @given(st.binary(max_size=64), st.integers(0, 200), st.integers(0, 255))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 def test_no_bytes_do_harm(data: bytes, at: int, value: int) -> None:
     good = bytearray(stream(image_of({"w": torch.ones(3, 2), "v": torch.arange(2)})))
     good[at % len(good)] = value

@@ -34,11 +34,17 @@ Train = Callable[..., "Trainer"]
 
 
 class Trainer:
-    """One peer, alone in its swarm; every step is an epoch."""
+    """One peer, alone in its swarm; every second step ends an epoch."""
 
     def __init__(
-        self, swarm: Any, checkpoint: moshpit.Checkpoint, *, seed: int = 0, width: int = 8
-    ):
+        self,
+        swarm: Any,
+        checkpoint: moshpit.Checkpoint,
+        *,
+        seed: int = 0,
+        width: int = 8,
+        epoch_samples: float = 16.0,
+    ) -> None:
         torch.manual_seed(seed)
         self.model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 2))
         inner = torch.optim.AdamW(self.model.parameters(), lr=0.01)

@@ -57,6 +57,7 @@ class JoinSettings:
 
 class _Ambient:
     settings = JoinSettings()
+    resume: Path | None = None
 
 
 def get_ambient() -> JoinSettings:
@@ -67,6 +68,16 @@ def get_ambient() -> JoinSettings:
 def set_ambient(settings: JoinSettings) -> None:
     """Set what a bare `moshpit.join()` in this process takes."""
     _Ambient.settings = settings
+
+
+def get_resume() -> Path | None:
+    """Return the directory that `moshpit run --resume` named for this process, if it did."""
+    return _Ambient.resume
+
+
+def set_resume(directory: Path | None) -> None:
+    """Set where a `moshpit.Checkpoint` in this process finds what to begin with."""
+    _Ambient.resume = directory
 
 
 def resolve(said: JoinSettings) -> JoinSettings:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from moshpit.events import EpochReport
+from moshpit.types import PeerId
 
 
 class Averaging(Protocol):
@@ -40,6 +41,11 @@ class Averager(Protocol):
     """A swarm, as seen from a training loop."""
 
     @property
+    def peer_id(self) -> PeerId:
+        """Who this peer is."""
+        ...
+
+    @property
     def epoch(self) -> int:
         """The swarm's epoch."""
         ...
@@ -49,9 +55,12 @@ class Averager(Protocol):
         """Whether the swarm has met its target, or groupmates call; a cheap read."""
         ...
 
-    def attach(self, schema: bytes, numel: int, samples_per_epoch: float) -> object:
+    def attach(
+        self, schema: bytes, numel: int, samples_per_epoch: float, *, epoch: int = 0
+    ) -> object:
         """Say what is averaged here, and how many samples of all peers make an epoch. Said
-        again only if parameters were added before the first step."""
+        again only if parameters were added before the first step. ``epoch``: what the values
+        are of, if they come from a checkpoint; the swarm's epochs go on from the newest."""
         ...
 
     def report_progress(self, samples: float, rate: float, step_s: float) -> None:

@@ -10,81 +10,30 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 
 from moshpit.errors import ConfigError, DriftError, LocalError
 from moshpit.events import EpochReport, Outcome
+from moshpit.runtime.ambient import get_resume
 from moshpit.training.averager import Averager, Averaging
+from moshpit.training.checkpoint import Checkpoint
 from moshpit.training.samples import BatchWatcher
+from moshpit.training.stats import Pace, TrainingStats
 from moshpit.training.strategies import Closure, Snapshot, Strategy
 from moshpit.training.tensors import is_finite
 from moshpit.types import short
 
 log = logging.getLogger("moshpit.training")
 
-_RATE_MEMORY = 0.9  # guess: the rate's moving average reaches back about ten steps
 _STATE_KEY = "moshpit"
+_NO_CHECKPOINT = (
+    "--resume: this script makes no moshpit.Checkpoint; give one to the optimizer: "
+    "moshpit.Optimizer(..., checkpoint=moshpit.Checkpoint(DIR))"
+)
 _FINISH_AGAIN_MAX = 3  # two heal a disagreement; guess: one more may meet a fault
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingStats:
-    """What a peer's averagings came to so far.
-
-    Attributes:
-        averagings: how many ended.
-        alone: no other peer was there.
-        partial: some contribution or chunk was missing from the mean.
-        failed: nothing of anybody else's arrived; the local values stayed.
-        overflowed: the mean held NaN or infinity, and nobody used it.
-        carried: the mean was of no use to the strategy; the work goes into the next one.
-        stale: the swarm had moved on; the local values stayed.
-        nonfinite: this peer had NaN or infinity and gave nothing.
-        skipped: batches left out because their scaled gradient overflowed (`GradScaler`).
-        samples: samples in all local steps.
-    """
-
-    averagings: int = 0
-    alone: int = 0
-    partial: int = 0
-    failed: int = 0
-    overflowed: int = 0
-    carried: int = 0
-    stale: int = 0
-    nonfinite: int = 0
-    skipped: int = 0
-    samples: float = 0.0
-
-
-class _Pace:
-    """Samples per second and seconds per step of the local work, waiting not included."""
-
-    def __init__(self) -> None:
-        self._samples = 0.0
-        self._seconds = 0.0
-        self._steps = 0.0
-        self._since: float | None = None
-
-    def resume(self, now: float) -> None:
-        self._since = now
-
-    def stepped(self, samples: float, now: float) -> None:
-        if self._since is None:  # nobody knows when the work for the first step began
-            return
-        self._samples = _RATE_MEMORY * self._samples + samples
-        self._seconds = _RATE_MEMORY * self._seconds + now - self._since
-        self._steps = _RATE_MEMORY * self._steps + 1.0
-
-    @property
-    def rate(self) -> float:
-        return self._samples / self._seconds if self._seconds > 0 else 0.0
-
-    @property
-    def step_s(self) -> float:
-        return self._seconds / self._steps if self._steps > 0 else 0.0
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -104,6 +53,8 @@ class Optimizer(torch.optim.Optimizer):
         model: names the parameters in messages; its floating point buffers (the running
             statistics of batch normalisation) are averaged too. Without it, buffers stay each
             peer's own.
+        checkpoint: saves this peer's training as it goes, and brings it, here and now, into the
+            state to begin with.
 
     Example:
         >>> import moshpit
@@ -135,6 +86,7 @@ class Optimizer(torch.optim.Optimizer):
         *,
         batch_size: float | None = None,
         model: torch.nn.Module | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         if batch_size is not None and not 0 < batch_size < float("inf"):
             raise ConfigError(f"batch_size: {batch_size!r}; give a positive number of samples")
@@ -153,15 +105,21 @@ class Optimizer(torch.optim.Optimizer):
         if batch_size is None:
             self._watcher = BatchWatcher((p.tensor for p in strategy.parameters()), model)
         self._pending: tuple[Averaging, Snapshot] | None = None
-        self._pace = _Pace()
+        self._pace = Pace()
         self._drift = ""
         self._next_swarm_epoch = 0
         self._epoch_offset = 0
+        self._resumed_epoch = 0
         self._epoch = 0
         self._stats = TrainingStats()
         self._last_report: EpochReport | None = None
         self._waited_s = 0.0
         self._longest_wait_s = 0.0
+        self._checkpoint = checkpoint
+        if checkpoint is not None:
+            checkpoint.attach(self, model, short(swarm.peer_id))
+        elif get_resume() is not None:
+            raise ConfigError(_NO_CHECKPOINT)
         if strategy.layout_known:  # the sooner, the sooner others count on this peer
             self._attach()
 
@@ -216,8 +174,12 @@ class Optimizer(torch.optim.Optimizer):
         self._share()
         if own is not None:
             self._strategy.load_state_dict(own["strategy"])
-            self._epoch_offset = max(0, int(own["epoch"]) - self._swarm.epoch)
-            self._epoch = self._swarm.epoch + self._epoch_offset
+            epoch = int(own["epoch"])
+            if self._attached:
+                self._epoch_offset = max(0, epoch - self._swarm.epoch)
+            else:  # the swarm will hear of it, so that its epochs go on from there
+                self._resumed_epoch = self._next_swarm_epoch = epoch
+            self._epoch = max(self._swarm.epoch, epoch)
 
     def __getstate__(self) -> NoReturn:
         raise LocalError(
@@ -269,6 +231,8 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: the number of samples is not known, or makes no sense.
             DriftError: the strategy needs the swarm's parameters, and this peer has others.
         """
+        if self._checkpoint is not None:
+            self._checkpoint.between_steps()
         self._check_drift()
         self._share()
         self._stepped = True
@@ -297,6 +261,8 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             DriftError: as `step`.
         """
+        if self._checkpoint is not None:
+            self._checkpoint.between_steps()
         self._check_drift()
         started = time.monotonic()
         try:
@@ -311,6 +277,8 @@ class Optimizer(torch.optim.Optimizer):
                     break
                 self._begin()
                 report = self._wait()
+            if self._checkpoint is not None:
+                self._checkpoint.finish()
             return report
         finally:
             self._pace.resume(self._note_wait(started))
@@ -374,7 +342,8 @@ class Optimizer(torch.optim.Optimizer):
         if self._attached:
             return
         schema, numel = self._strategy.layout()
-        self._swarm.attach(schema, numel, self._strategy.samples_per_epoch)
+        target = self._strategy.samples_per_epoch
+        self._swarm.attach(schema, numel, target, epoch=self._resumed_epoch)
         self._attached = True
 
     def _check_drift(self) -> None:
@@ -463,6 +432,8 @@ class Optimizer(torch.optim.Optimizer):
             self._strategy.keep_local(snapshot)
         self._stats = stats
         self._epoch = max(self._swarm.epoch, report.epoch + 1) + self._epoch_offset
+        if self._checkpoint is not None:
+            self._checkpoint.epoch_ended()
         return report
 
 
