@@ -66,8 +66,8 @@ class GradientAveraging(Strategy):
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self._fingerprint = torch.zeros(2)
 
-    def _extras(self) -> list[Named]:
-        return [*super()._extras(), Named("fingerprint", self._fingerprint)]
+    def _head(self) -> list[Named]:
+        return [Named("fingerprint", self._fingerprint)]
 
     def layout(self) -> tuple[bytes, int]:
         schema, numel = super().layout()
@@ -120,7 +120,8 @@ class GradientAveraging(Strategy):
         parameters = self.parameters()
         means = [Named(p.name, torch.empty_like(p.tensor)) for p in parameters]
         mine = self._fingerprint.clone()
-        self._layouts.of(means + self._extras()).write_back(self._clipped(mean, means))
+        layout = self._layouts.of([*self._head(), *means, *self._extras()])
+        layout.write_back(self._clipped(mean, means))
         if not torch.allclose(self._fingerprint, mine, rtol=0, atol=FINGERPRINT_TOLERANCE):
             raise DriftError(
                 "the peers hold different parameters, so their gradients do not belong together: "
@@ -144,14 +145,15 @@ class GradientAveraging(Strategy):
         the parameters' dtypes, whose own norm might overflow."""
         if self.max_grad_norm is None:
             return mean
-        stop = sum(g.tensor.numel() for g in gradients)
-        starts = range(0, stop, _NORM_PIECE)
+        start = self._fingerprint.numel()
+        stop = start + sum(g.tensor.numel() for g in gradients)
+        starts = range(start, stop, _NORM_PIECE)
         pieces = [mean[at : min(at + _NORM_PIECE, stop)] for at in starts]
         norm = math.sqrt(sum(piece.double().square().sum().item() for piece in pieces))
         if norm <= self.max_grad_norm:
             return mean
         clipped = mean.clone()
-        clipped[:stop].mul_(self.max_grad_norm / norm)
+        clipped[start:stop].mul_(self.max_grad_norm / norm)
         return clipped
 
     def _skip_step(self, why: str) -> None:
