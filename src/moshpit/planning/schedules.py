@@ -1,7 +1,6 @@
 """Who sends which share of the vector to whom: the two schedules, phase by phase.
 
-The groups are those of `moshpit.protocol.grid`, the parts those of
-`moshpit.protocol.partition`: the plan asks the code that will run.
+Groups, parts and slices are those of `moshpit.protocol`: the plan asks the code that will run.
 
 *grid*: d rounds, one per axis; in each the whole vector is averaged over the group. A member
 with part w of a group of M sends 1 - w of the vector to the other reducers and the mean of its
@@ -25,6 +24,7 @@ from moshpit.config import TransportConfig
 from moshpit.planning.swarm import PlannedPeer, PlannedSwarm
 from moshpit.protocol.grid import Plan, arrange
 from moshpit.protocol.partition import bounds, fractions
+from moshpit.protocol.torus import Torus, edges, torus
 
 SCHEDULES = ("grid", "torus")
 
@@ -102,10 +102,10 @@ def group_shares(
     size = len(peers)
     parts = fractions([peer.bandwidth for peer in peers], [peer.reduces for peer in peers])
     assert parts is not None, "grid.arrange leaves no group without a reducer"
-    edges = bounds(parts, max(1, chunks))
+    cuts = bounds(parts, max(1, chunks))
     shares: list[Share] = []
-    for number, (start, end) in zip(numbers, pairwise(edges), strict=True):
-        own = whole * (end - start) / edges[-1]
+    for number, (start, end) in zip(numbers, pairwise(cuts), strict=True):
+        own = whole * (end - start) / cuts[-1]
         others = (size - 1) * own
         alone = size == 1
         rest = 0.0 if alone else whole - own
@@ -121,10 +121,11 @@ def phases(
     index: dict[bytes, int] = {peer: number for number, peer in enumerate(ids)}
     plan, ranked = arrange(ids, epoch, group_size, lambda peer: swarm.peers[index[peer]].reduces)
     members = [index[peer] for peer in ranked]
-    rows = [_of(plan, 0, path, members) for path in _paths(plan, 0)]
-    slices = _slices(swarm, rows)
-    if schedule == "torus" and plan.axes == 2 and slices:
-        return _torus(swarm, rows, min(slices, chunks), chunks)
+    if schedule == "torus":
+        reduces = [swarm.peers[number].reduces for number in members]
+        layout = torus(plan, reduces, chunks, "torus")
+        if layout is not None:
+            return _torus(swarm, plan, layout, members, chunks)
     return [
         Phase(
             tuple(
@@ -150,15 +151,12 @@ def _reduce(swarm: PlannedSwarm, group: Sequence[int], chunks: int, whole: float
     return group_shares([swarm.peers[number] for number in group], group, chunks, whole)
 
 
-def _slices(swarm: PlannedSwarm, rows: Sequence[Sequence[int]]) -> int:
-    return min(sum(swarm.peers[number].reduces for number in row) for row in rows)
-
-
 def _torus(
-    swarm: PlannedSwarm, rows: Sequence[Sequence[int]], slices: int, chunks: int
+    swarm: PlannedSwarm, plan: Plan, layout: Torus, members: Sequence[int], chunks: int
 ) -> list[Phase]:
-    holders = [[n for n in row if swarm.peers[n].reduces][:slices] for row in rows]
-    cuts = [chunks * number // slices for number in range(slices + 1)]
+    rows = [[members[rank] for rank in row] for row in plan.rows]
+    holders = [[members[rank] for rank in row] for row in layout.holders]
+    cuts = edges(layout.columns, chunks)
     sizes = [(end - start) / chunks for start, end in pairwise(cuts)]
     scatter: list[Group] = []
     gather: list[Group] = []
@@ -174,8 +172,8 @@ def _torus(
         scatter.append(tuple(forth))
         gather.append(tuple(back))
     columns = tuple(
-        _reduce(swarm, [held[column] for held in holders], chunks // slices, sizes[column])
-        for column in range(slices)
+        _reduce(swarm, [held[number] for held in holders], chunks // layout.columns, size)
+        for number, size in enumerate(sizes)
     )
     return [
         Phase(tuple(scatter), hops=1, meets=True),
