@@ -61,8 +61,17 @@ def averaging(  # noqa: PLR0917 - typer reads the parameters
         str, typer.Option(metavar="C", help=f"How numbers travel: {', '.join(CODECS)}.")
     ] = "float32",
     schedule: Annotated[
-        Schedule, typer.Option(help="How the rounds of a grid move the vector.")
-    ] = Schedule.AUTO,
+        Schedule | None,
+        typer.Option(help="How the rounds of a grid move the vector. Without it: the preset's."),
+    ] = None,
+    copy: Annotated[
+        bool,
+        typer.Option(
+            "--copy",
+            help="Call `average`, which makes new tensors, instead of `average_`, which changes "
+            "them in place, as gloo does.",
+        ),
+    ] = False,
     plaintext: Annotated[
         bool, typer.Option("--plaintext", help="Do not encrypt bulk data. Rivals never do.")
     ] = False,
@@ -107,7 +116,7 @@ def averaging(  # noqa: PLR0917 - typer reads the parameters
     """Measure how fast peers average a vector, and check every mean.
 
     Every peer is a process with one thread for arithmetic. It joins by ticket and calls
-    `swarm.average`. In each round all start together; the round lasts as long as its slowest
+    `swarm.average_`. In each round all start together; the round lasts as long as its slowest
     peer. Rivals run in the same session, by turns, while the others wait at a pipe.
 
     Exit status 1: some mean was wrong, or not that of all peers.
@@ -123,12 +132,14 @@ def averaging(  # noqa: PLR0917 - typer reads the parameters
     from moshpit.cli.bench_report import Shown, machine, result_of
     from moshpit.cli.bench_run import Plan, measure
 
+    settings = settings_of(preset)
     plan = Plan(
         peers=peers,
         group_size=peers if group_size is None else group_size,
         mb=mb,
         codec=codec,
-        schedule=schedule.value,
+        schedule=settings.matchmaking.schedule if schedule is None else schedule.value,
+        in_place=not copy,
         plaintext=plaintext,
         preset=preset,
         link_mbit=_speeds(link_mbit, peers),

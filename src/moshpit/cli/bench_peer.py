@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 import moshpit
 from moshpit.cli.bench_worker import Fields, Pipes, own_cpu_s, serve, start
+from moshpit.config import SwarmConfig
 
 JOIN_TIMEOUT_S = 120.0
 
@@ -18,17 +21,22 @@ class Peer:
             work["ticket"],
             listen=f"{work['host']}:0",
             identity="new",
-            preset=work["preset"],
+            config=settings(work),
             plaintext=work["plaintext"],
             group_size=work["group_size"],
             bandwidth_mbit=work["bandwidth_mbit"],
         )
+        self._in_place: bool = work["in_place"]
         pipes.tell("listening", addresses=[str(a) for a in self._swarm.addresses])
         self._swarm.wait_for_peers(work["peers"], JOIN_TIMEOUT_S)
 
     def average(self, vector: torch.Tensor) -> tuple[torch.Tensor, Fields]:
         """Average, and tell what the reports of the rounds say."""
-        (result,), report = self._swarm.average([vector])
+        result = vector
+        if self._in_place:
+            report = self._swarm.average_([vector])
+        else:
+            (result,), report = self._swarm.average([vector])
         blames = [f"{b.peer.hex()[:8]}: {b.reason}" for r in report.rounds for b in r.blames]
         return result, {
             "outcome": report.outcome.value,
@@ -50,6 +58,12 @@ class Peer:
     def close(self) -> None:
         """Leave the run."""
         self._swarm.close()
+
+
+def settings(work: Fields) -> SwarmConfig:
+    """Return the preset's settings, but for what is being measured."""
+    config = moshpit.preset(work["preset"])
+    return replace(config, matchmaking=replace(config.matchmaking, schedule=work["schedule"]))
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
 import msgspec
 import torch
@@ -66,10 +67,19 @@ class Ratio(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Where it was measured."""
+    """Where it was measured.
+
+    Attributes:
+        cpus: cores that the benchmark may use.
+        load_before: processes that wanted to run in the minute before it.
+        congestion: TCP's congestion control where a socket asks for no other; gloo asks for
+            none, Moshpit's settings for BBR.
+        system, python, torch, moshpit: versions.
+    """
 
     cpus: int
     load_before: float
+    congestion: str
     system: str
     python: str
     torch: str
@@ -82,7 +92,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         date: when, UTC.
         machine: where.
-        peers, group_size, codec, schedule, plaintext, preset, rounds, warmup: as asked for.
+        peers, group_size, codec, schedule, in_place, plaintext, preset, rounds, warmup: as asked
+            for.
         vector_bytes: of the float32 vector.
         link_mbit: of each peer; empty on loopback.
         loss_percent: of the packets that arrive at each peer.
@@ -100,6 +111,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     vector_bytes: int
     codec: str
     schedule: str
+    in_place: bool
     plaintext: bool
     preset: str
     link_mbit: list[float]
@@ -119,11 +131,19 @@ def machine() -> Machine:
     return Machine(
         cpus=len(affinity(0)) if affinity is not None else os.cpu_count() or 1,
         load_before=os.getloadavg()[0],
+        congestion=_default_congestion(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
         torch=str(torch.__version__),
         moshpit=moshpit.__version__,
     )
+
+
+def _default_congestion() -> str:
+    try:
+        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    except OSError:
+        return "unknown"
 
 
 def result_of(plan: Plan, where: Machine, measured: Mapping[str, Sequence[Round]]) -> Result:
@@ -138,6 +158,7 @@ def result_of(plan: Plan, where: Machine, measured: Mapping[str, Sequence[Round]
         vector_bytes=plan.vector_bytes,
         codec=plan.codec,
         schedule=plan.schedule,
+        in_place=plan.in_place,
         plaintext=plan.plaintext,
         preset=plan.preset,
         link_mbit=list(plan.link_mbit),
@@ -223,7 +244,7 @@ def failures_of(plan: Plan, measured: Mapping[str, Sequence[Round]]) -> list[str
 
 
 class Shown:
-    """A result as a table with a line above and below; `rich` prints it."""
+    """A result as a line and a table; `rich` prints it."""
 
     def __init__(self, result: Result) -> None:
         self._result = result
@@ -234,12 +255,12 @@ class Shown:
         yield self._table()
 
     def _table(self) -> Table:
-        table = Table(box=None, pad_edge=False, show_header=True)
-        table.add_column("per round")
+        table = Table(box=None, pad_edge=False)
+        table.add_column("per round", no_wrap=True)
         for name in self._result.engines:
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right", no_wrap=True)
         for name in self._result.ratios:
-            table.add_column(f"moshpit / {name}", justify="right")
+            table.add_column(f"/ {name}", justify="right", no_wrap=True)
         for label, show in _ROWS:
             cells = [show(figures) for figures in self._result.engines.values()]
             if not any(cells):
@@ -272,23 +293,24 @@ def _time(value: float | None) -> str:
     return "" if value is None else human_s(value)
 
 
-def _times(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f} ×"
+def _plain(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 _ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
-    ("seconds", lambda f: human_s(f.seconds.median)),
-    ("  quartiles", lambda f: f"{human_s(f.seconds.q1)} to {human_s(f.seconds.q3)}"),
-    ("  meeting", lambda f: _time(f.meeting_s)),
+    ("median", lambda f: human_s(f.seconds.median)),
+    ("  of it meeting", lambda f: _time(f.meeting_s)),
     ("  moving", lambda f: _time(f.moving_s)),
     ("  the rest", lambda f: _time(f.rest_s)),
-    ("CPU, all processes", lambda f: human_s(f.cpu_s)),
-    ("memory beyond the tensor", lambda f: _times(f.extra_copies)),
-    ("payload sent", lambda f: _times(f.sent_copies)),
+    ("lower quartile", lambda f: human_s(f.seconds.q1)),
+    ("upper quartile", lambda f: human_s(f.seconds.q3)),
+    ("CPU of all peers", lambda f: human_s(f.cpu_s)),
+    ("memory, vectors", lambda f: _plain(f.extra_copies)),
+    ("sent, vectors", lambda f: _plain(f.sent_copies)),
     ("share of the link", lambda f: "" if f.link_share is None else f"{f.link_share:.1%}"),
     ("largest error", lambda f: f"{f.error:.1e}"),
 )
 _RATIOS: dict[str, Callable[[Ratio], float]] = {
-    "seconds": lambda r: r.seconds,
-    "CPU, all processes": lambda r: r.cpu_s,
+    "median": lambda r: r.seconds,
+    "CPU of all peers": lambda r: r.cpu_s,
 }

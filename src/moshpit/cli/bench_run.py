@@ -39,6 +39,7 @@ class Plan:
     mb: float
     codec: str
     schedule: str
+    in_place: bool
     plaintext: bool
     preset: str
     link_mbit: tuple[float, ...]
@@ -199,6 +200,7 @@ class _Crew:
             meeting_file=str(folder / self.engine),
             ticket=ticket,
             preset=plan.preset,
+            in_place=plan.in_place,
             plaintext=plan.plaintext,
             group_size=plan.group_size,
             codec=plan.codec,
