@@ -6,7 +6,9 @@ the same. Median of the measured rounds; the ratio is measured by predicted.
 
     python -m benchmarks.plan --rounds 5 --json out.json
 
-Prints a table in Markdown. Exit status 1: some case failed, or is off by more than 20 %.
+Prints a table in Markdown; `load` is the machine's load average before each case, since on a
+busy machine the cores and not the links decide. Exit status 1: some case failed, or is off by
+more than 20 %.
 """
 
 from __future__ import annotations
@@ -102,9 +104,12 @@ def measure(case: Case, rounds: int, folder: Path) -> dict[str, float] | None:
         print(f"{' '.join(command[2:])} failed:\n{done.stderr}", file=sys.stderr)
         return None
     result = json.loads(path.read_text())
+    moshpit = result["engines"]["moshpit"]
     return {
-        "median_s": result["engines"]["moshpit"]["seconds"]["median"],
-        "sent_copies": result["engines"]["moshpit"]["sent_copies"],
+        "median_s": moshpit["seconds"]["median"],
+        "cpu_s": moshpit["cpu_s"],
+        "sent_copies": moshpit["sent_copies"],
+        "load_before": result["machine"]["load_before"],
     }
 
 
@@ -120,20 +125,23 @@ def main() -> None:
     chosen = [CASES[number] for number in args.only] if args.only else CASES
     rows: list[dict[str, object]] = []
     off = 0
-    print("| links, vector, groups, codec | predicted | measured | ratio |\n|---|---|---|---|")
+    print("| links, vector, groups, codec | predicted | measured | ratio | load |")
+    print("|---|---|---|---|---|")
     for case in chosen:
         predicted = predict(case)
         with tempfile.TemporaryDirectory() as folder:
             measured = measure(case, args.rounds, Path(folder))
         if measured is None:
             off += 1
-            print(f"| {case.name} | {predicted:.2f} s | failed | |", flush=True)
+            print(f"| {case.name} | {predicted:.2f} s | failed | | |", flush=True)
             continue
         ratio = measured["median_s"] / predicted
         off += abs(ratio - 1) > TOLERANCE
         rows.append({**asdict(case), "predicted_s": predicted, **measured, "ratio": ratio})
         seconds = f"{predicted:.2f} s | {measured['median_s']:.2f} s"
-        print(f"| {case.name} | {seconds} | {ratio:.2f} |", flush=True)
+        print(
+            f"| {case.name} | {seconds} | {ratio:.2f} | {measured['load_before']:.0f} |", flush=True
+        )
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
     raise SystemExit(1 if off else 0)

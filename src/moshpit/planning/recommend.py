@@ -239,7 +239,8 @@ def describe(one: Forecast) -> str:
     """Return a choice in a few words."""
     choice = one.choice
     every = "every step" if choice.period == 1 else f"every {choice.period} steps"
-    return f"{choice.strategy} {every}, {choice.codec.name}"
+    waits = ", waiting" if choice.strategy in OVERLAPPED and not choice.overlap else ""
+    return f"{choice.strategy} {every}, {choice.codec.name}{waits}"
 
 
 def _percent(share: float) -> str:
