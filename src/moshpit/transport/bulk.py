@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import secrets
 import socket
 from dataclasses import dataclass, field
@@ -215,6 +216,7 @@ class BulkLink(asyncio.BufferedProtocol):
         self._tag_bytes = TAG_BYTES if keys.sealed else 0
         self._arena = _Arena(HEADER_BYTES + payload_bytes_max + TAG_BYTES)
         self._transport: asyncio.Transport | None = None
+        self._socket = -1  # what can be written to directly
         self._paused = False
         self._staged = False
         self._dead = False
@@ -238,15 +240,30 @@ class BulkLink(asyncio.BufferedProtocol):
         if view is None:
             return False
         head = header.pack()
-        view[:HEADER_BYTES] = head
-        if self._sealer is None:
-            view[HEADER_BYTES:] = payload
-        else:
+        gone = 0
+        if self._sealer is not None:
+            view[:HEADER_BYTES] = head
             self._sealer.encrypt_into(_nonce(self._sent), payload, head, view[HEADER_BYTES:])
+        else:
+            gone = self._write_now(head, payload)
+            if gone < HEADER_BYTES:
+                view[gone:HEADER_BYTES] = head[gone:]
+            view[max(gone, HEADER_BYTES) :] = payload[max(0, gone - HEADER_BYTES) :]
         self._sent += 1
         self.bytes_out += size
-        self._transport.write(view)
+        if gone < size:
+            self._transport.write(view[gone:])
         return True
+
+    def _write_now(self, head: bytes, payload: memoryview) -> int:
+        """Give the system what it takes at once, without a copy on the way; return how much."""
+        assert self._transport is not None
+        if self._socket < 0 or self._transport.get_write_buffer_size():
+            return 0
+        try:
+            return os.writev(self._socket, (head, payload))
+        except OSError:  # full, or broken: then the transport finds out
+            return 0
 
     @property
     def backlog(self) -> int:
@@ -282,6 +299,8 @@ class BulkLink(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The opened socket was handed over."""
         self._transport = cast(asyncio.Transport, transport)
+        if hasattr(os, "writev"):
+            self._socket = cast(socket.socket, transport.get_extra_info("socket")).fileno()
         slot = HEADER_BYTES + self._payload_bytes_max + TAG_BYTES
         self._transport.set_write_buffer_limits(high=slot, low=slot // 4)
 
@@ -366,6 +385,7 @@ class BulkLink(asyncio.BufferedProtocol):
                 self._who, "cut-chunk", f"the connection ended {self._filled} bytes into one"
             )
         self._dead = True
+        self._socket = -1
         self._sink = None
         self._target = self._head
         if not self.closed.done():
