@@ -45,7 +45,7 @@ class MatchmakingConfig:
 
     group_size: int = 16  # paper §4 uses 8 to 32
     group_size_limit: int = 64  # seats fit the 64-bit mask of a chunk header
-    schedule: Schedule = "grid"  # docs/decisions/0015; the host of a row decides for it
+    schedule: Schedule = "auto"  # docs/decisions/0015; the host of a row decides for it
     call_timeout_s: float = 1.0  # guess: how long a called peer may stay silent
     join_timeout_s: float = 1.5  # guess: how long a host may stay silent
     window_s_max: float = 30.0  # guess: waiting for peers that say they will come

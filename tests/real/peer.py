@@ -80,6 +80,9 @@ def report_fields(report: RoundReport) -> dict[str, object]:
         "meeting_s": report.meeting_s,
         "moving_s": report.moving_s,
         "bytes_sent": report.bytes_sent,
+        "bytes_received": report.bytes_received,
+        "span": list(report.span),
+        "reach": list(report.reach),
         "blames": [[short(b.peer), b.reason] for b in report.blames],
     }
 
@@ -132,6 +135,7 @@ def main() -> None:
     parser.add_argument("--listen", default="127.0.0.1:0")
     parser.add_argument("--role", default="worker")
     parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--schedule", default="auto")
     parser.add_argument("--preset", default="lan")
     parser.add_argument("--plaintext", action="store_true")
     parser.add_argument("--log", action="store_true")
@@ -145,6 +149,7 @@ def main() -> None:
         listen=args.listen if args.role != "client" else None,
         plaintext=args.plaintext,
         group_size=args.group_size,
+        schedule=args.schedule,
         preset=args.preset,
         identity="new",
     )

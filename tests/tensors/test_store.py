@@ -324,3 +324,41 @@ def test_vectors_that_require_gradients_are_detached() -> None:
     made.accumulate_own(0, 1.0)
     made.finalize(0, 1.0)
     assert not made.result.requires_grad
+
+
+def test_memory_that_was_the_whole_sum_is_free_only_once() -> None:
+    a, b = store(1), store(2)
+    about = header(0)
+    buffer = receive(b, a.contribution(0), about)
+    assert b.fault(about, buffer) == ""
+    b.accumulate(0, 1.0, buffer)
+    b.accumulate_own(0, 1.0)
+    b.finalize(0, 2.0)  # the only contribution was the one that has just arrived
+    b.release(buffer)
+    first, second = b.sink(about), b.sink(about)
+    assert first is not None
+    assert second is not None
+    assert first.obj is not second.obj
+
+
+def test_a_column_goes_on_where_the_row_is_and_the_row_gives_out_its_result() -> None:
+    row, other = store(1), store(2)
+    for chunk in (1, 2):
+        row.accumulate_own(chunk, 2.0)
+        row.finalize(chunk, 2.0)
+    column = RoundStore(row.result, row.result, PLAN, CODEC, span=(1, 3))
+    move(other, column, 1, 6.0)
+    column.accumulate_own(1, 2.0)
+    column.finalize(1, 8.0)
+    column.finish((2,))  # nothing came of chunk 2
+    row.adopt(column, 1)
+    row.finish((0, 3))
+    expected = row.local.clone()
+    part = PLAN.slice(1)
+    expected[part] = (2 * row.local[part] + 6 * other.local[part]) / 8
+    torch.testing.assert_close(row.result, expected)
+    assert bytes(row.result_payload(1)) == bytes(column.result_payload(1))
+    column.move_out(ended=True)
+    kept = bytes(column.result_payload(1))
+    row.result.zero_()  # the caller has them back
+    assert bytes(column.result_payload(1)) == kept

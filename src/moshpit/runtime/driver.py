@@ -313,8 +313,8 @@ class Driver:
     def _course(self, effect: Effect) -> None:
         """Effects about the course of an averaging."""
         match effect:
-            case GroupReady(formed=formed):
-                self._rounds.open(GroupId(formed.group))
+            case GroupReady(formed=formed, source=source):
+                self._rounds.open(GroupId(formed.group), source, formed.key.span)
                 self._idle.clear()
             case CloseRound(group=group):
                 self._rounds.close(group)

@@ -8,8 +8,9 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import cast, get_args
 
-from moshpit.config import SwarmConfig
+from moshpit.config import Schedule, SwarmConfig
 from moshpit.config import preset as settings_of
 from moshpit.errors import ConfigError, TicketError
 from moshpit.identity.keys import KeySigner, PeerKey, peer_key, state_dir
@@ -36,6 +37,7 @@ def join(
     preset: str | None = None,
     config: SwarmConfig | None = None,
     group_size: int | None = None,
+    schedule: str | None = None,
     plaintext: bool | None = None,
     identity: str | Path | None = None,
     bandwidth_mbit: float | None = None,
@@ -53,6 +55,8 @@ def join(
         preset: ``"local"``, ``"lan"`` (the default) or ``"internet"``.
         config: settings in full, instead of a preset.
         group_size: how many peers average in one group.
+        schedule: ``"auto"`` (the default), ``"torus"`` or ``"grid"``: how a swarm larger than a
+            group averages; the same for all peers of a run.
         plaintext: do not encrypt bulk data. Keys and admission are proved all the same.
         identity: the file that keeps this peer's key; made if it does not exist. By default
             a file for this run in the user's state directory; ``"new"`` keeps none.
@@ -86,7 +90,7 @@ def join(
             "`moshpit run --ticket T script.py`; `moshpit ticket new` makes one"
         )
     admitted = Ticket.decode(settings.ticket)
-    config = _config(config, settings, group_size)
+    config = _config(config, settings, group_size, schedule)
     role = settings.role or Role.WORKER
     if role not in admitted.roles:
         allowed = ", ".join(r.value for r in admitted.roles)
@@ -144,13 +148,16 @@ def _advertise(text: str | None) -> tuple[Address, ...]:
     if text is None:
         return ()
     address = Address.parse(text)
-    if address.port == 0 or address.host in ("0.0.0.0", "::"):
+    if address.port == 0 or address.wildcard:
         raise ConfigError(f"advertise {text!r}: others cannot dial that; give host:port")
     return (address,)
 
 
 def _config(
-    config: SwarmConfig | None, settings: JoinSettings, group_size: int | None
+    config: SwarmConfig | None,
+    settings: JoinSettings,
+    group_size: int | None,
+    schedule: str | None,
 ) -> SwarmConfig:
     if config is not None and settings.preset is not None:
         raise ConfigError("give either a preset or a config, not both")
@@ -162,6 +169,11 @@ def _config(
         if not 2 <= group_size < limit:
             raise ConfigError(f"group_size {group_size}: choose 2 to {limit - 1}")
         config = replace(config, matchmaking=replace(config.matchmaking, group_size=group_size))
+    if schedule is not None:
+        if schedule not in get_args(Schedule):
+            raise ConfigError(f"schedule {schedule!r}: choose {', '.join(get_args(Schedule))}")
+        wanted = replace(config.matchmaking, schedule=cast(Schedule, schedule))
+        config = replace(config, matchmaking=wanted)
     return config
 
 

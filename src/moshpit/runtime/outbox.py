@@ -96,12 +96,13 @@ class Outbox:
 
     def _send(self, live: LiveRound, item: Payload) -> bool:
         if isinstance(item, SendContribution):
-            payload, kind, seats = live.store.contribution(item.chunk), ChunkKind.CONTRIBUTION, 0
+            payload, kind = live.store.contribution(item.chunk), ChunkKind.CONTRIBUTION
+            seats = reach = 0
             if payload is None:
                 return True
         else:
             payload, kind = live.store.result_payload(item.chunk), ChunkKind.RESULT
-            seats = item.seats
+            seats, reach = item.seats, item.reach
         header = ChunkHeader(
             kind=kind,
             ballot=item.ballot,
@@ -111,6 +112,7 @@ class Outbox:
             group=item.group,
             mass=item.mass,
             seats=seats,
+            reach=reach,
         )
         if not self._transport.send_chunk(item.peer, header, payload):
             return False

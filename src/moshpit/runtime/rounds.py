@@ -17,6 +17,7 @@ from moshpit.events import EpochReport, RoundReport
 from moshpit.protocol.machine import (
     Accumulate,
     AccumulateOwn,
+    AdoptResult,
     CancelSends,
     Effect,
     Finalize,
@@ -35,6 +36,7 @@ from moshpit.types import GroupId, PeerId
 from moshpit.wire.framing import ChunkHeader
 
 SETTLE_S: Final = 0.05  # guess: about as long as copying 200 MB takes
+SETTLE_SHARE: Final = 0.25  # guess: of the time that the averaging took
 
 
 class Rounds:
@@ -89,7 +91,8 @@ class Rounds:
         if job.settled or not job.lent:
             self._give_out()
         else:
-            self._loop.call_later(SETTLE_S, self._give_back, job)
+            patience_s = max(SETTLE_S, SETTLE_SHARE * report.seconds)
+            self._loop.call_later(patience_s, self._give_back, job)
 
     def _give_back(self, job: Averaging) -> None:
         """Some groupmates are slower: what they may ask for is copied, the vectors are free."""
@@ -113,10 +116,23 @@ class Rounds:
 
     # --- rounds ---------------------------------------------------------------------------
 
-    def open(self, group: GroupId) -> None:
-        """Make room for a round."""
+    def open(self, group: GroupId, source: GroupId | None, span: tuple[int, ...]) -> None:
+        """Make room for a round.
+
+        Args:
+            group: its id.
+            source: for a column of the torus, the row: its means are averaged further, where
+                they are; its store takes them over chunk by chunk (`RoundStore.adopt`).
+            span: for a column, which chunks.
+        """
         job = self._job
         assert job is not None
+        if source is not None:
+            vector = self._live[source].store.result
+            store = RoundStore(vector, vector, job.plan, self._codec, self._buffers, span=span)
+            job.stores.append(store)
+            self._live[group] = LiveRound(store, job)
+            return
         before = job.stores[-1] if job.stores else None
         # The first round leaves the snapshot alone, unless it was given away.
         fresh = before is None and not job.in_place
@@ -150,6 +166,9 @@ class Rounds:
                 self._live[group].store.reset(chunk)
             case Finalize(group=group, chunk=chunk, mass=mass):
                 self._live[group].store.finalize(chunk, mass)
+            case AdoptResult(group=group, source=source, chunk=chunk):
+                if source is not None:
+                    self._live[group].store.adopt(self._live[source].store, chunk)
             case CancelSends(peer=peer, group=group):
                 self.outbox.cancel(peer, group)
             case RoundEnded(report=report):
@@ -165,7 +184,8 @@ class Rounds:
     def _round_ended(self, report: RoundReport) -> None:
         live = self._live[report.group]
         live.store.finish(report.missing)
-        live.job.current = live.store.result
+        if not report.span:
+            live.job.current = live.store.result
         self._reports[report.group] = msgspec.structs.replace(
             report, bytes_sent=live.bytes_sent, bytes_received=live.bytes_received
         )

@@ -67,6 +67,7 @@ class RoundStore:
         codec: how chunks are encoded.
         buffers: memory for what arrives; shared by the rounds of a peer.
         before: the round before in the same averaging, if it has left its result in ``result``.
+        span: the chunks (from, up to) that the round is about; (): all.
 
     Attributes:
         local, result: the vectors.
@@ -82,6 +83,7 @@ class RoundStore:
         buffers: Buffers | None = None,
         *,
         before: RoundStore | None = None,
+        span: tuple[int, ...] = (),
     ) -> None:
         assert local.shape == result.shape == (plan.numel,), "vectors of another plan"
         self.local = local.detach()
@@ -90,6 +92,7 @@ class RoundStore:
         self._plan = plan
         self._codec = codec
         self._before = before
+        self._span = span
         self.closed = False
         self._gone = False  # the local value was given back
         self._sums: dict[int, WeightedSum] = {}
@@ -198,7 +201,9 @@ class RoundStore:
         held = self._held.pop(chunk, None)
         if held is not None:
             self._held_memory.discard(id(held.obj))
-            self._buffers.give(held)
+            # The one that has just arrived goes back through `release`, and only once.
+            if self._decoded is None or self._decoded[0] != id(held):
+                self._buffers.give(held)
 
     def finalize(self, chunk: int, mass: float) -> None:
         """Make the mean, and take it as everybody else will: encoded and decoded."""
@@ -230,6 +235,16 @@ class RoundStore:
         self._place(chunk).copy_(self._values(buffer))
         if not self._codec.in_place:
             self._encoded[chunk] = memoryview(bytes(buffer))
+        self._have.add(chunk)
+
+    def adopt(self, column: RoundStore, chunk: int) -> None:
+        """Let a column's result take the place of what was finalized here and not sent yet."""
+        result = column._aside.get(chunk, column._result(chunk))
+        place = self._result(chunk)
+        if place.data_ptr() != result.data_ptr():
+            place.copy_(result)
+        if not self._codec.in_place:
+            self._encoded[chunk] = column._encoded[chunk]
         self._have.add(chunk)
 
     def finish(self, missing: tuple[int, ...] = ()) -> None:
@@ -266,6 +281,10 @@ class RoundStore:
             ended: the round has its result; this peer's own value is not asked for any more.
         """
         if self.closed:
+            return
+        if self._span and ended:
+            for chunk in range(*self._span):
+                self._aside[chunk] = self._result(chunk).clone()
             return
         self._gone = ended and not self._in_place
         result = self.result.clone()
