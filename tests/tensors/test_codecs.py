@@ -24,6 +24,7 @@ CASES = {
     "long": torch.randn(5001, generator=torch.Generator().manual_seed(2)) ** 5,
     "the largest there are": torch.full((65,), torch.finfo(torch.float32).max),
     "the smallest there are": torch.tensor([1.4e-45, -1e-40, 1e-38, -1.18e-38, 3e-37] * 20),
+    "about the smallest steps": torch.linspace(-2e-36, 3e-36, 997),
     "all alike": torch.full((200,), -0.1),
     "an outlier": torch.cat([torch.full((99,), 1e-3), torch.tensor([1e4])]),
     "negative zeros": torch.full((40,), -0.0),

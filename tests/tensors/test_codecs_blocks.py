@@ -80,6 +80,9 @@ def test_blocks_of_tiny_numbers_become_zeros(codec: Codec) -> None:
     got = codec.decode(codec.encode(values))
     assert (got[:64] == 0).all()
     assert (got[64:] > 0.9).all()
+    if codec.name.startswith("bfp"):
+        tiny = torch.full((64,), 5e-37)
+        assert bytes(codec.encode(tiny)) == bytes(codec.encoded_bytes(64))
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
@@ -160,6 +163,13 @@ def test_counts_that_do_not_fit_are_refused(name: str, count: int) -> None:
     payload[:4] = struct.pack("<I", count)
     with pytest.raises(ValueError):
         codec.decode(payload)
+
+
+@pytest.mark.parametrize("name", ["int4", "topk", "topk64"])
+def test_counts_below_zero_are_refused(name: str) -> None:
+    assert codec_named(name).decode(bytes(4)).numel() == 0
+    with pytest.raises(ValueError):
+        codec_named(name).decode(bytes([255] * 4))
 
 
 def test_halves_saturate_and_vanish() -> None:

@@ -101,6 +101,14 @@ def test_counts_that_do_not_fit_the_places_are_refused(counts: tuple[int, ...]) 
         CODEC.decode(broken(COUNTS_AT, struct.pack("<4H", *counts)))
 
 
+def test_counts_of_more_than_was_sent_are_refused() -> None:
+    codec = TopK(98, "one in a thousand", 1000, CODECS[3])
+    payload = bytearray(codec.encode(torch.ones(300)))
+    payload[6:10] = struct.pack("<2H", 1, 1)  # one value, for a place in either block
+    with pytest.raises(ValueError, match="as many"):
+        codec.decode(payload)
+
+
 def test_a_broken_payload_writes_nothing_outside() -> None:
     memory = torch.full((3000,), 7.0)
     with pytest.raises(ValueError):
