@@ -36,12 +36,19 @@ def receive(into: RoundStore, payload: bytes | memoryview, about: ChunkHeader) -
     return sink
 
 
+def given(source: RoundStore, chunk: int) -> bytes:
+    encoded = source.contribution(chunk)
+    return b"" if encoded is None else bytes(encoded[1])
+
+
+def result(source: RoundStore, chunk: int) -> bytes:
+    return bytes(source.result_payload(chunk)[1])
+
+
 def move(source: RoundStore, target: RoundStore, chunk: int, mass: float) -> None:
     """A contribution from one peer to another."""
     about = header(chunk)
-    payload = source.contribution(chunk)
-    assert payload is not None
-    buffer = receive(target, payload, about)
+    buffer = receive(target, given(source, chunk), about)
     assert target.fault(about, buffer) == ""
     target.accumulate(chunk, mass, buffer)
     target.release(buffer)
@@ -50,7 +57,7 @@ def move(source: RoundStore, target: RoundStore, chunk: int, mass: float) -> Non
 def pass_on(source: RoundStore, target: RoundStore, chunk: int) -> None:
     """A result from one peer to another."""
     about = header(chunk, ChunkKind.RESULT)
-    buffer = receive(target, source.result_payload(chunk), about)
+    buffer = receive(target, result(source, chunk), about)
     assert target.fault(about, buffer) == ""
     target.take(chunk, buffer)
     target.release(buffer)
@@ -76,7 +83,7 @@ def test_a_result_is_passed_on_as_it_came() -> None:
     a.finalize(0, 1.0)
     pass_on(a, b, 0)
     pass_on(b, c, 0)
-    assert bytes(c.result_payload(0)) == bytes(a.result_payload(0))
+    assert result(c, 0) == result(a, 0)
 
 
 def test_what_has_no_result_keeps_the_local_value() -> None:
@@ -114,7 +121,8 @@ def test_the_same_chunk_from_two_peers_at_once() -> None:
     assert first is not None
     assert second is not None
     first[:64] = b"\xff" * 64
-    second[:] = b.result_payload(0)
+    second[:] = result(b, 0)
+    assert a.fault(about, second) == ""
     a.take(0, second)
     a.release(second)
     first[64:] = b"\xff" * 64
@@ -154,7 +162,7 @@ def test_non_finite_numbers_are_found_wherever_they_are(bad: float) -> None:
     for chunk, index in ((0, 0), (0, 31), (3, 99)):
         kept = b.local[index].item()
         b.local[index] = bad
-        buffer = receive(a, b.contribution(chunk) or b"", header(chunk))
+        buffer = receive(a, given(b, chunk), header(chunk))
         assert a.fault(header(chunk), buffer) == "non-finite"
         a.release(buffer)
         b.local[index] = kept
@@ -163,7 +171,7 @@ def test_non_finite_numbers_are_found_wherever_they_are(bad: float) -> None:
 def test_large_finite_numbers_are_no_fault() -> None:
     a, b = store(1), store(2)
     b.local.fill_(3e38)
-    buffer = receive(a, b.contribution(0) or b"", header(0))
+    buffer = receive(a, given(b, 0), header(0))
     assert a.fault(header(0), buffer) == ""
 
 
@@ -219,8 +227,8 @@ def test_a_result_comes_once() -> None:
 def test_a_chunk_without_a_value_can_be_sent() -> None:
     """Mass 0 in the header says that nobody had anything; the bytes are not looked at."""
     a = store()
-    assert len(a.result_payload(0)) == 4 * PLAN.size(0)
-    assert len(a.result_payload(3)) == 4 * PLAN.size(3)
+    assert len(result(a, 0)) == 4 * PLAN.size(0)
+    assert len(result(a, 3)) == 4 * PLAN.size(3)
 
 
 def test_the_local_vector_is_only_read() -> None:
@@ -288,7 +296,7 @@ def test_the_round_before_serves_what_it_had() -> None:
     first.accumulate_own(0, 1.0)
     first.finalize(0, 1.0)
     first.finish((1, 2, 3))
-    had = [bytes(first.result_payload(0)), bytes(first.contribution(1) or b"")]
+    had = [result(first, 0), given(first, 1)]
     second = RoundStore(first.result, first.result, PLAN, CODEC, before=first)
     third = RoundStore(first.result, first.result, PLAN, CODEC, before=second)
     other = in_place(2)
@@ -297,8 +305,8 @@ def test_the_round_before_serves_what_it_had() -> None:
         third.accumulate_own(chunk, 1.0)
         third.finalize(chunk, 2.0)
     third.finish((2, 3))
-    assert [bytes(first.result_payload(0)), bytes(first.contribution(1) or b"")] == had
-    assert bytes(third.result_payload(0)) != had[0]
+    assert [result(first, 0), given(first, 1)] == had
+    assert result(third, 0) != had[0]
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -310,12 +318,12 @@ def test_vectors_that_are_given_back_do_not_matter_any_more(ended: bool, shared:
     a.finalize(0, 1.0)
     if ended:
         a.finish((1, 2, 3))
-    had = bytes(a.result_payload(0)), bytes(a.contribution(1) or b"")
+    had = result(a, 0), given(a, 1)
     a.move_out(ended=ended)
     for vector in vectors:
         vector.fill_(7.0)
-    assert bytes(a.result_payload(0)) == had[0]
-    assert bytes(a.contribution(1) or b"") == (had[1] if shared or not ended else b"")
+    assert result(a, 0) == had[0]
+    assert given(a, 1) == (had[1] if shared or not ended else b"")
 
 
 def test_vectors_that_require_gradients_are_detached() -> None:
@@ -329,7 +337,7 @@ def test_vectors_that_require_gradients_are_detached() -> None:
 def test_memory_that_was_the_whole_sum_is_free_only_once() -> None:
     a, b = store(1), store(2)
     about = header(0)
-    buffer = receive(b, a.contribution(0), about)
+    buffer = receive(b, given(a, 0), about)
     assert b.fault(about, buffer) == ""
     b.accumulate(0, 1.0, buffer)
     b.accumulate_own(0, 1.0)
@@ -357,8 +365,8 @@ def test_a_column_goes_on_where_the_row_is_and_the_row_gives_out_its_result() ->
     part = PLAN.slice(1)
     expected[part] = (2 * row.local[part] + 6 * other.local[part]) / 8
     torch.testing.assert_close(row.result, expected)
-    assert bytes(row.result_payload(1)) == bytes(column.result_payload(1))
+    assert result(row, 1) == result(column, 1)
     column.move_out(ended=True)
-    kept = bytes(column.result_payload(1))
+    kept = result(column, 1)
     row.result.zero_()  # the caller has them back
-    assert bytes(column.result_payload(1)) == kept
+    assert result(column, 1) == kept

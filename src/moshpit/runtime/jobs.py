@@ -6,8 +6,9 @@ import threading
 
 import torch
 
-from moshpit.errors import LocalError, MoshpitError
-from moshpit.events import EpochReport
+from moshpit.errors import LocalError, MoshpitError, WaitTimeoutError
+from moshpit.events import EpochReport, RoundReport
+from moshpit.tensors.codecs import Codec, ErrorFeedback
 from moshpit.tensors.layout import ChunkPlan
 from moshpit.tensors.store import RoundStore
 
@@ -20,16 +21,27 @@ class Averaging:
     Args:
         vector: the snapshot; float32, one-dimensional.
         plan: how it is cut.
+        codec: how contributions are encoded; None if there is no own value.
         in_place: the means take the place of the snapshot, so that no second vector is needed.
         lent: the vectors are used for something else as soon as the averaging has ended.
+        feedback: what earlier averagings have lost of this peer's contributions.
     """
 
     def __init__(
-        self, vector: torch.Tensor, plan: ChunkPlan, *, in_place: bool = False, lent: bool = False
+        self,
+        vector: torch.Tensor,
+        plan: ChunkPlan,
+        codec: Codec | None,
+        *,
+        in_place: bool = False,
+        lent: bool = False,
+        feedback: ErrorFeedback | None = None,
     ) -> None:
         self.plan = plan
         self.in_place = in_place
         self.lent = lent
+        self.codec = codec
+        self.feedback = feedback
         self.current = vector
         """The value after the rounds so far; the network thread's until `done`."""
         self.stores: list[RoundStore] = []
@@ -68,10 +80,23 @@ class Averaging:
         return self.current
 
     def wait(self, timeout_s: float | None = None) -> EpochReport:
-        """Block until it has ended; raises `TimeoutError` after ``timeout_s`` seconds."""
+        """Block until it has ended; raises `WaitTimeoutError` after ``timeout_s`` seconds."""
         if not self._ended.wait(timeout_s):
-            raise TimeoutError(f"the averaging did not end within {timeout_s} s")
+            raise WaitTimeoutError(
+                f"the averaging did not end within {timeout_s:g} s. It goes on: wait longer, or do "
+                "not limit the wait; every round has a deadline of its own"
+            )
         return self.report
+
+    def remember_losses(self, report: RoundReport) -> None:
+        """The first round has ended: keep what its codec has lost of what is in the means."""
+        if self.feedback is not None:
+            mine, missing = 1 << report.seat, set(report.missing)
+            self.feedback.commit(
+                self.plan.slice(chunk)
+                for chunk, seats in enumerate(report.ledger)
+                if not seats & mine or chunk in missing
+            )
 
     def give_back(self) -> None:
         """The caller wants the vectors back: what others may still ask for is copied. In the

@@ -42,31 +42,34 @@ class Outbox:
 
     Args:
         transport: where to.
-        codec: how contributions are encoded.
         live: the rounds, by group; what is queued for others is dropped.
     """
 
-    def __init__(self, transport: Transport, codec: Codec, live: dict[GroupId, LiveRound]) -> None:
+    def __init__(self, transport: Transport, live: dict[GroupId, LiveRound]) -> None:
         self._transport = transport
-        self._codec = codec
         self._live = live
         self._queues: dict[PeerId, deque[Payload]] = {}
         self._sent: dict[PeerId, list[Payload]] = {}
+        self._full: set[PeerId] = set()  # links that will say when they take more
+        self._ready: dict[PeerId, tuple[Payload, Codec, memoryview]] = {}  # encoded, not taken
         self.bytes_sent = 0
 
     def put(self, peer: PeerId, payload: Payload) -> None:
         """Send a chunk when the link takes it."""
         self._queues.setdefault(peer, deque()).append(payload)
-        self.pump(peer)
+        if peer not in self._full:
+            self.pump(peer)
 
     def pump(self, peer: PeerId) -> None:
         """Send what the link takes now."""
+        self._full.discard(peer)
         queue = self._queues.get(peer)
         while queue:
             item = queue[0]
             live = self._live.get(item.group)
             if live is not None:
                 if not self._send(live, item):
+                    self._full.add(peer)
                     return
                 self._sent.setdefault(peer, []).append(item)
             queue.popleft()
@@ -79,6 +82,8 @@ class Outbox:
 
     def forget(self, peer: PeerId) -> None:
         """Forget everything that is queued for a peer."""
+        self._full.discard(peer)
+        self._ready.pop(peer, None)
         self._queues.pop(peer, None)
         self._sent.pop(peer, None)
 
@@ -96,26 +101,36 @@ class Outbox:
 
     def _send(self, live: LiveRound, item: Payload) -> bool:
         if isinstance(item, SendContribution):
-            payload, kind = live.store.contribution(item.chunk), ChunkKind.CONTRIBUTION
-            seats = reach = 0
-            if payload is None:
-                return True
+            kind, seats, reach = ChunkKind.CONTRIBUTION, 0, 0
         else:
-            payload, kind = live.store.result_payload(item.chunk), ChunkKind.RESULT
-            seats, reach = item.seats, item.reach
+            kind, seats, reach = ChunkKind.RESULT, item.seats, item.reach
+        encoded = self._encoded(live, item)
+        if encoded is None:
+            return True
+        codec, payload = encoded
         header = ChunkHeader(
             kind=kind,
             ballot=item.ballot,
             chunk=item.chunk,
             length=len(payload),
-            codec=self._codec.number,
+            codec=codec.number,
             group=item.group,
             mass=item.mass,
             seats=seats,
             reach=reach,
         )
         if not self._transport.send_chunk(item.peer, header, payload):
+            if not codec.in_place:
+                self._ready[item.peer] = (item, codec, payload)
             return False
         live.bytes_sent += len(payload)
         self.bytes_sent += len(payload)
         return True
+
+    def _encoded(self, live: LiveRound, item: Payload) -> tuple[Codec, memoryview] | None:
+        ready = self._ready.pop(item.peer, None)
+        if ready is not None and ready[0] is item:
+            return ready[1], ready[2]
+        if isinstance(item, SendContribution):
+            return live.store.contribution(item.chunk)
+        return live.store.result_payload(item.chunk)

@@ -29,7 +29,6 @@ from moshpit.protocol.machine import (
 )
 from moshpit.runtime.jobs import Averaging
 from moshpit.runtime.outbox import LiveRound, Outbox
-from moshpit.tensors.codecs import Codec
 from moshpit.tensors.store import Buffers, RoundStore
 from moshpit.transport.base import Transport
 from moshpit.types import GroupId, PeerId
@@ -44,18 +43,16 @@ class Rounds:
 
     Args:
         transport: where chunks go.
-        codec: how they are encoded.
 
     Attributes:
         outbox: the chunks on their way out.
     """
 
-    def __init__(self, transport: Transport, codec: Codec) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._loop = asyncio.get_running_loop()
-        self._codec = codec
         self._live: dict[GroupId, LiveRound] = {}
         self._reports: dict[GroupId, RoundReport] = {}
-        self.outbox = Outbox(transport, codec, self._live)
+        self.outbox = Outbox(transport, self._live)
         self._buffers = Buffers()
         self._inbound: dict[PeerId, tuple[GroupId, memoryview]] = {}
         self._arrived: tuple[RoundStore, memoryview] | None = None
@@ -129,15 +126,24 @@ class Rounds:
         assert job is not None
         if source is not None:
             vector = self._live[source].store.result
-            store = RoundStore(vector, vector, job.plan, self._codec, self._buffers, span=span)
+            store = RoundStore(vector, vector, job.plan, job.codec, self._buffers, span=span)
             job.stores.append(store)
             self._live[group] = LiveRound(store, job)
             return
         before = job.stores[-1] if job.stores else None
+        feedback = job.feedback if before is None else None
         # The first round leaves the snapshot alone, unless it was given away.
         fresh = before is None and not job.in_place
         result = torch.empty_like(job.current) if fresh else job.current
-        store = RoundStore(job.current, result, job.plan, self._codec, self._buffers, before=before)
+        store = RoundStore(
+            job.current,
+            result,
+            job.plan,
+            job.codec,
+            self._buffers,
+            before=before,
+            feedback=feedback,
+        )
         job.stores.append(store)
         self._live[group] = LiveRound(store, job)
 
@@ -184,6 +190,8 @@ class Rounds:
     def _round_ended(self, report: RoundReport) -> None:
         live = self._live[report.group]
         live.store.finish(report.missing)
+        if live.store is live.job.stores[0]:
+            live.job.remember_losses(report)
         if not report.span:
             live.job.current = live.store.result
         self._reports[report.group] = msgspec.structs.replace(

@@ -14,14 +14,14 @@ import msgspec
 import torch
 
 from moshpit.config import SwarmConfig
-from moshpit.errors import ClosedError, ConfigError, LayoutError, LocalError
+from moshpit.errors import ClosedError, ConfigError, LayoutError, LocalError, WaitTimeoutError
 from moshpit.events import EpochReport, Notice
-from moshpit.protocol.machine import Signer, View
+from moshpit.protocol.machine import Leave, Signer, View
 from moshpit.runtime.background import NetworkThread
 from moshpit.runtime.driver import Driver, Listeners
 from moshpit.runtime.jobs import Averaging
 from moshpit.runtime.record import advertised, own_record
-from moshpit.tensors.codecs import Float32
+from moshpit.tensors.codecs import ErrorFeedback, codec_named
 from moshpit.tensors.layout import ChunkPlan, VectorLayout
 from moshpit.tensors.reduce import is_finite
 from moshpit.transport.base import Transport
@@ -33,6 +33,9 @@ log = logging.getLogger("moshpit")
 REPORT_INTERVAL_S = 0.5  # not sooner than anybody is told of it (ProgressConfig)
 REPORT_SHARE = 0.1  # guess: or when so much of an epoch was done since
 NUMEL_BYTES = 8
+DEFAULT_CODEC = "float32"
+NAMED_MAX = 8  # guess: so many peers are named in a message
+BEHIND_LINE_S = 10.0  # guess: a latecomer follows the swarm in several steps; one line tells it
 _QUIET = frozenset(
     {"peer-joined", "peer-left", "peer-suspected", "peer-back", "behind", "bulk-lost", "takeover"}
 )
@@ -90,6 +93,7 @@ class Swarm:
         self._target = 0.0
         self._schema = b""
         self._reported = (0.0, 0.0)
+        self._behind_at = float("-inf")
         self._numel = 0
         self._plan: ChunkPlan | None = None
         self._last_flat: Averaging | None = None
@@ -101,9 +105,7 @@ class Swarm:
         record = own_record(signer.peer, role, (), admission, bandwidth)
 
         async def start() -> Driver:
-            driver = Driver(
-                signer, record, config, transport, codec=Float32(), listeners=self._listeners
-            )
+            driver = Driver(signer, record, config, transport, listeners=self._listeners)
             try:
                 await driver.start(
                     contacts, lambda: tuple(advertise) or advertised(transport.addresses)
@@ -141,12 +143,15 @@ class Swarm:
         """Wait until at least ``n`` peers are live, this one included.
 
         Raises:
-            TimeoutError: they were not there in time; says how many were.
+            WaitTimeoutError: they were not there in time; says who was. It is a `TimeoutError`.
         """
         if not self._wait_for(lambda view: len(view.live) >= n, timeout_s):
-            raise TimeoutError(
-                f"{len(self.peers())} of {n} peers after {timeout_s:g} s; are the others started "
-                "with the same ticket, and is an address of the ticket reachable?"
+            others = [short(record.peer) for record in self.peers() if record.peer != self.peer_id]
+            names = ", ".join(others[:NAMED_MAX]) + (", ..." if len(others) > NAMED_MAX else "")
+            raise WaitTimeoutError(
+                f"{1 + len(others)} of {n} peers after {timeout_s:g} s (this one and "
+                f"{names or 'nobody else'}); are the others started with the same ticket, and is "
+                "an address of the ticket reachable? `moshpit doctor --ticket T` looks into it"
             )
 
     def _wait_for(self, wanted: Callable[[View], bool], timeout_s: float) -> bool:
@@ -159,6 +164,7 @@ class Swarm:
         tensors: Sequence[torch.Tensor],
         weight: float = 1.0,
         timeout_s: float | None = None,
+        codec: str = DEFAULT_CODEC,
     ) -> tuple[list[torch.Tensor], EpochReport]:
         """Average tensors with all peers that call this, and wait for the result.
 
@@ -170,6 +176,8 @@ class Swarm:
                 are read, not changed.
             weight: this peer's mass, at least 0; with 0 it only takes the mean.
             timeout_s: how long to wait at most.
+            codec: how this peer's numbers are written on the wire, such as ``"int8"``; peers
+                may choose differently. See docs/reference/codecs.md.
 
         Returns:
             New tensors of the same shapes and dtypes, and what really happened.
@@ -177,7 +185,7 @@ class Swarm:
         Raises:
             LayoutError: tensors that cannot be averaged.
             ConfigError: a weight that is negative or not finite, or values that are not.
-            TimeoutError: no end within ``timeout_s`` seconds.
+            WaitTimeoutError: no end within ``timeout_s`` seconds.
             ClosedError: the swarm is closed.
 
         Source: paper §3.1, design §4.
@@ -185,9 +193,9 @@ class Swarm:
         layout = self._attach_tensors(tensors)
         vector = layout.as_vector(tensors)
         if vector is not None:
-            job = self._run(vector, weight, timeout_s, lent=True)
+            job = self._run(vector, weight, timeout_s, codec, lent=True)
             return [job.mean.view(tensors[0].shape)], job.report
-        job = self._run(self._flatten(layout, tensors), weight, timeout_s, in_place=True)
+        job = self._run(self._flatten(layout, tensors), weight, timeout_s, codec, in_place=True)
         results = [torch.empty_like(t, device="cpu") for t in tensors]
         layout.write_back(job.mean, results)
         return results, job.report
@@ -197,6 +205,7 @@ class Swarm:
         tensors: Sequence[torch.Tensor],
         weight: float = 1.0,
         timeout_s: float | None = None,
+        codec: str = DEFAULT_CODEC,
     ) -> EpochReport:
         """Average tensors in place: as `average`, but the means take the tensors' own place.
 
@@ -208,6 +217,7 @@ class Swarm:
                 may hold means already and others still this peer's values.
             weight: as for `average`.
             timeout_s: as for `average`.
+            codec: as for `average`.
 
         Returns:
             What really happened; parts that are ``missing`` keep this peer's values.
@@ -218,8 +228,8 @@ class Swarm:
         layout = self._attach_tensors(tensors)
         vector = layout.as_vector(tensors)
         if vector is not None:
-            return self._run(vector, weight, timeout_s, in_place=True, lent=True).report
-        job = self._run(self._flatten(layout, tensors), weight, timeout_s, in_place=True)
+            return self._run(vector, weight, timeout_s, codec, in_place=True, lent=True).report
+        job = self._run(self._flatten(layout, tensors), weight, timeout_s, codec, in_place=True)
         layout.write_back(job.mean, tensors)
         return job.report
 
@@ -250,12 +260,13 @@ class Swarm:
         vector: torch.Tensor,
         weight: float,
         timeout_s: float | None,
+        codec: str,
         *,
         in_place: bool = False,
         lent: bool = False,
     ) -> Averaging:
         assert self._plan is not None
-        job = Averaging(vector, self._plan, in_place=in_place, lent=lent)
+        job = Averaging(vector, self._plan, codec_named(codec), in_place=in_place, lent=lent)
         self._begin(job, vector, weight, None, always_weighs=True)
         if not lent:
             self._last_flat = job
@@ -340,13 +351,25 @@ class Swarm:
             lasting_s = max(step_s, min(REPORT_INTERVAL_S, skipped_s + step_s))
             self._thread.post(self._driver.report_progress, samples, rate, lasting_s)
 
-    def begin_averaging(self, vector: torch.Tensor, weight: float) -> Averaging:
+    def begin_averaging(
+        self,
+        vector: torch.Tensor,
+        weight: float,
+        *,
+        codec: str = DEFAULT_CODEC,
+        feedback: ErrorFeedback | None = None,
+        in_place: bool = False,
+    ) -> Averaging:
         """Average a snapshot while training goes on. One at a time.
 
         Args:
             vector: float32, one-dimensional, on the CPU, as long as attached; must not be
                 changed until the averaging has ended.
             weight: this peer's mass: the samples behind the snapshot.
+            codec: as for `average`.
+            feedback: keeps what the codec loses, and adds it the next time; of this vector's
+                length, and used for one averaging at a time.
+            in_place: the mean takes the vector's place, so that no second one is needed.
 
         Raises:
             LayoutError, ConfigError: a vector or weight that cannot be averaged.
@@ -354,7 +377,13 @@ class Swarm:
         """
         if self._plan is None:
             raise LocalError("nothing is attached; call attach() first")
-        job = Averaging(vector, self._plan)
+        job = Averaging(
+            vector,
+            self._plan,
+            codec_named(codec),
+            in_place=in_place,
+            feedback=feedback if weight > 0 else None,
+        )
         self._begin(job, vector, weight, self.epoch, always_weighs=False)
         return job
 
@@ -402,6 +431,11 @@ class Swarm:
         """Have a function called, in the network thread, with every `Notice`."""
         self._listeners.notice.append(listener)
 
+    def leave(self) -> None:
+        """Tell the others not to count on this peer any more, and do not wait. Rounds under way
+        are still served; `close` ends everything."""
+        self._thread.post(self._driver.handle, Leave())
+
     def close(self) -> None:
         """Leave: serve what groupmates still need, say goodbye, end the network thread.
 
@@ -441,6 +475,10 @@ class Swarm:
 
     def _on_notice(self, notice: Notice) -> None:
         level = logging.INFO if notice.code in _QUIET else logging.WARNING
+        if notice.code == "behind":
+            before, self._behind_at = self._behind_at, time.monotonic()
+            if self._behind_at - before < BEHIND_LINE_S:
+                level = logging.DEBUG
         who = f" {short(notice.peer)}" if notice.peer is not None else ""
         detail = f": {notice.detail}" if notice.detail else ""
         log.log(level, "%s%s%s", notice.code, who, detail)

@@ -17,12 +17,17 @@ still be able to serve is copied aside chunk by chunk, only while somebody may a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Final
+
 import torch
 
-from moshpit.tensors.codecs.base import Codec
+from moshpit.tensors.codecs import CODECS, Codec, ErrorFeedback, Float32
 from moshpit.tensors.layout import ChunkPlan
 from moshpit.tensors.reduce import WeightedSum, is_finite
 from moshpit.wire.framing import ChunkHeader
+
+_EXACT: Final = Float32()
 
 BUFFERS_KEPT = 64  # guess: free buffers that are kept for reuse; one a link is in use at most
 
@@ -56,6 +61,13 @@ class Buffers:
             self._free.append(memory)
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    codec: Codec
+    buffer: memoryview
+    values: torch.Tensor
+
+
 class RoundStore:
     """The payloads of one round.
 
@@ -64,10 +76,12 @@ class RoundStore:
         result: where the round's means go, of the same kind; may be ``local`` itself. Until
             `finish`, its content means something only in chunks that were finalized or taken.
         plan: how they are cut.
-        codec: how chunks are encoded.
+        codec: how contributions are encoded, and results as its ``result_codec``; None for
+            who has no value of its own: its results go out as the contributions came.
         buffers: memory for what arrives; shared by the rounds of a peer.
         before: the round before in the same averaging, if it has left its result in ``result``.
         span: the chunks (from, up to) that the round is about; (): all.
+        feedback: what earlier rounds have lost of this peer's contributions, if that is kept.
 
     Attributes:
         local, result: the vectors.
@@ -79,11 +93,12 @@ class RoundStore:
         local: torch.Tensor,
         result: torch.Tensor,
         plan: ChunkPlan,
-        codec: Codec,
+        codec: Codec | None,
         buffers: Buffers | None = None,
         *,
         before: RoundStore | None = None,
         span: tuple[int, ...] = (),
+        feedback: ErrorFeedback | None = None,
     ) -> None:
         assert local.shape == result.shape == (plan.numel,), "vectors of another plan"
         self.local = local.detach()
@@ -91,6 +106,7 @@ class RoundStore:
         self._in_place = local.data_ptr() == result.data_ptr()
         self._plan = plan
         self._codec = codec
+        self._feedback = feedback
         self._before = before
         self._span = span
         self.closed = False
@@ -99,31 +115,37 @@ class RoundStore:
         self._held: dict[int, memoryview] = {}  # buffers that have become sums, by chunk
         self._held_memory: set[int] = set()
         self._have: set[int] = set()
-        self._encoded: dict[int, memoryview] = {}
+        self._came_in: dict[int, Codec] = {}  # the codec of a chunk's result, if it has lost
+        self._payloads: dict[int, memoryview] = {}  # of results that were made here
         self._aside: dict[int, torch.Tensor] = {}
         self._buffers = Buffers() if buffers is None else buffers
-        self._decoded: tuple[int, torch.Tensor] | None = None
+        self._arrived: _Arrived | None = None
 
     # --- sending --------------------------------------------------------------------------
 
-    def contribution(self, chunk: int) -> memoryview | None:
-        """Return the payload of this peer's value of a chunk; None if it is not needed any more,
-        because this peer has the result."""
+    def contribution(self, chunk: int) -> tuple[Codec, memoryview] | None:
+        """Return codec and payload of this peer's value of a chunk; None if it is not needed any
+        more, because this peer has the result."""
         if self._gone or (self._in_place and chunk in self._have):
             return None
-        return self._codec.encode(self._local(chunk))
+        codec, values = self._codec or _EXACT, self._local(chunk)
+        if self._feedback is not None:
+            return codec, self._feedback.encode(codec, self._plan.slice(chunk), values)
+        return codec, codec.encode(values)
 
-    def result_payload(self, chunk: int) -> memoryview:
-        """Return the payload of a chunk's result, as its reducer encoded it.
+    def result_payload(self, chunk: int) -> tuple[Codec, memoryview]:
+        """Return codec and payload of a chunk's result, as its reducer encoded it.
 
         A chunk without a value (mass 0 in the header) is sent with any numbers; nobody looks
         at them.
         """
         if chunk not in self._have:
-            return memoryview(bytes(self._codec.encoded_bytes(self._plan.size(chunk))))
-        if self._codec.in_place:
-            return self._codec.encode(self._aside.get(chunk, self._result(chunk)))
-        return self._encoded[chunk]
+            return _EXACT, memoryview(bytes(_EXACT.encoded_bytes(self._plan.size(chunk))))
+        codec = self._came_in.get(chunk, _EXACT)
+        payload = self._payloads.get(chunk)
+        if payload is None:  # not kept: what was decoded encodes to the same bytes again
+            payload = codec.encode(self._aside.get(chunk, self._result(chunk)))
+        return codec, payload
 
     def _local(self, chunk: int) -> torch.Tensor:
         kept = self._aside.get(chunk) if self._in_place else None
@@ -139,59 +161,65 @@ class RoundStore:
 
         Every buffer goes back through `release`.
         """
-        if header.codec != self._codec.number or not 0 <= header.chunk < self._plan.chunks:
+        codec = CODECS.get(header.codec)
+        if codec is None or not 0 <= header.chunk < self._plan.chunks:
             return None
-        if header.length != self._codec.encoded_bytes(self._plan.size(header.chunk)):
+        if header.length != codec.encoded_bytes(self._plan.size(header.chunk)):
             return None
         return self._buffers.take(header.length)
 
     def release(self, buffer: memoryview) -> None:
         """Take a buffer back; nobody may write to it any more."""
-        self._decoded = None
+        self._arrived = None
         if id(buffer.obj) not in self._held_memory:
             self._buffers.give(buffer)
 
     def fault(self, header: ChunkHeader, buffer: memoryview) -> str:
-        """Return why a payload is unusable: ``wrong-size``, ``undecodable``, ``non-finite``, or
-        nothing."""
+        """Decode what has arrived, for `accumulate` or `take`. Returns why it is unusable:
+        ``wrong-size``, ``undecodable``, ``non-finite``, or nothing."""
+        self._arrived = None
+        codec = CODECS.get(header.codec)
+        if codec is None:
+            return "undecodable"
         if not 0 <= header.chunk < self._plan.chunks:
             return "wrong-size"
-        if len(buffer) != self._codec.encoded_bytes(self._plan.size(header.chunk)):
+        if len(buffer) != codec.encoded_bytes(self._plan.size(header.chunk)):
             return "wrong-size"
-        if header.codec != self._codec.number:
-            return "undecodable"
         try:
-            values = self._codec.decode(buffer)
+            values = codec.decode(buffer)
         except ValueError:
             return "undecodable"
-        if not is_finite(values):
+        if not codec.refuses_nonfinite and not is_finite(values):
             return "non-finite"
-        self._decoded = (id(buffer), values)
+        self._arrived = _Arrived(codec, buffer, values)
         return ""
 
-    def _values(self, buffer: memoryview) -> torch.Tensor:
-        if self._decoded is not None and self._decoded[0] == id(buffer):
-            return self._decoded[1]
-        return self._codec.decode(buffer)
+    def _values(self, buffer: memoryview) -> _Arrived:
+        arrived = self._arrived
+        assert arrived is not None, "nothing usable has arrived"
+        assert arrived.buffer is buffer, "something else has arrived"
+        return arrived
 
     # --- reducing -------------------------------------------------------------------------
 
     def accumulate(self, chunk: int, mass: float, buffer: memoryview) -> None:
         """Add a contribution that has arrived."""
-        values = self._values(buffer)
-        if self._add(chunk, values, mass):
+        arrived = self._values(buffer)
+        if self._codec is None:
+            self._came_in[chunk] = arrived.codec.result_codec
+        if self._add(chunk, arrived.values, mass):
             return
-        if not self._codec.in_place:
-            values = values.clone()
-        else:
+        if arrived.codec.in_place:
             # The buffer itself becomes the sum; `release` leaves it alone until then.
             self._held[chunk] = buffer
             self._held_memory.add(id(buffer.obj))
-        self._sums[chunk] = WeightedSum(values, mass)
+        self._sums[chunk] = WeightedSum(arrived.values, mass)
 
     def accumulate_own(self, chunk: int, mass: float) -> None:
         """Add this peer's own contribution."""
         values = self._local(chunk)
+        if self._feedback is not None:
+            values = self._feedback.exact(self._plan.slice(chunk), values)
         if not self._add(chunk, values, mass):
             self._sums[chunk] = WeightedSum(values.clone(), mass)
 
@@ -202,7 +230,7 @@ class RoundStore:
         if held is not None:
             self._held_memory.discard(id(held.obj))
             # The one that has just arrived goes back through `release`, and only once.
-            if self._decoded is None or self._decoded[0] != id(held):
+            if self._arrived is None or self._arrived.buffer is not held:
                 self._buffers.give(held)
 
     def finalize(self, chunk: int, mass: float) -> None:
@@ -212,10 +240,13 @@ class RoundStore:
         place = self._place(chunk)
         total.mean_into(place)
         self.reset(chunk)
-        if not self._codec.in_place:
-            payload = self._codec.encode(place)
-            self._codec.decode_into(payload, place)
-            self._encoded[chunk] = payload
+        if self._codec is not None:
+            self._came_in[chunk] = self._codec.result_codec
+        codec = self._came_in.get(chunk, _EXACT)
+        if not codec.in_place:
+            payload = codec.encode(place)
+            codec.decode_into(payload, place)
+            self._payloads[chunk] = payload
         self._have.add(chunk)
 
     def _add(self, chunk: int, values: torch.Tensor, mass: float) -> bool:
@@ -232,9 +263,9 @@ class RoundStore:
         """Keep the result that has arrived."""
         assert chunk not in self._have, f"chunk {chunk} has its result"
         assert chunk not in self._sums, f"chunk {chunk} is being reduced here"
-        self._place(chunk).copy_(self._values(buffer))
-        if not self._codec.in_place:
-            self._encoded[chunk] = memoryview(bytes(buffer))
+        arrived = self._values(buffer)
+        self._place(chunk).copy_(arrived.values)
+        self._came_in[chunk] = arrived.codec
         self._have.add(chunk)
 
     def adopt(self, column: RoundStore, chunk: int) -> None:
@@ -243,8 +274,8 @@ class RoundStore:
         place = self._result(chunk)
         if place.data_ptr() != result.data_ptr():
             place.copy_(result)
-        if not self._codec.in_place:
-            self._encoded[chunk] = column._encoded[chunk]
+        self._came_in[chunk] = column._came_in.get(chunk, _EXACT)
+        self._payloads.pop(chunk, None)
         self._have.add(chunk)
 
     def finish(self, missing: tuple[int, ...] = ()) -> None:
@@ -252,6 +283,7 @@ class RoundStore:
         local value."""
         for chunk in list(self._sums):
             self.reset(chunk)
+        self._feedback = None
         if self._in_place:
             return
         for chunk in range(self._plan.chunks):
@@ -295,4 +327,5 @@ class RoundStore:
         """Nobody asks any more."""
         self.closed = True
         self._aside.clear()
+        self._payloads.clear()
         self._before = None
