@@ -151,7 +151,7 @@ def form(  # noqa: PLR0917 - all of them are needed
         serial: bytes that no other group of this host has; they make the id unique.
         row: the torus schedule, where that is used.
     """
-    bandwidths = [join.bandwidth for join in joins]
+    bandwidths = partition.levelled([join.bandwidth for join in joins])
     first = joins[0]
     start, stop = first.key.span or (0, first.vector_chunks)
     if row is None:

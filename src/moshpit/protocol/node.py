@@ -148,6 +148,13 @@ class Node:
         self._rest(effects, now)
         return effects
 
+    def measured(self, up: float, down: float, now: float) -> list[Effect]:
+        """Tell the others what this peer's link carries, in bytes per second."""
+        now = self._clock.peek(now)
+        effects = self._membership.publish(now, up=up, down=down)
+        self._rest(effects, now)
+        return effects
+
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event; return what is to be done, in order."""
         now = self._clock.read(now)

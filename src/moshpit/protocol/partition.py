@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+ALIKE = 1.25  # guess: bandwidths measured this close to each other are taken as equal
 _RATIO_MAX = 1e9  # guess: bandwidths further apart than this count as this far apart
 
 
@@ -28,6 +29,28 @@ def known(bandwidths: Sequence[float]) -> list[float]:
     seen = [b for b in scaled if b]
     mean = sum(seen) / len(seen) if seen else 1.0
     return [max(b or mean, 1 / _RATIO_MAX) * largest for b in scaled]
+
+
+def levelled(bandwidths: Sequence[float]) -> list[float]:
+    """Return the bandwidths, with the mean in place of those that hardly differ.
+
+    Equal links are never measured as equal, and `fractions` makes much of small differences: of
+    four members, two with 25 % more get nearly twice the part. Unknown ones (0) stay unknown.
+
+    >>> levelled([94.0, 101.0, 0.0, 20.0])
+    [97.5, 97.5, 0.0, 20.0]
+    """
+    result = list(bandwidths)
+    order = [i for i, b in enumerate(bandwidths) if math.isfinite(b) and b > 0]
+    order.sort(key=lambda i: bandwidths[i])
+    while order:
+        slowest = bandwidths[order[0]]
+        alike = [i for i in order if bandwidths[i] / ALIKE <= slowest]
+        mean = sum(bandwidths[i] for i in alike) / len(alike)
+        for i in alike:
+            result[i] = mean
+        order = order[len(alike) :]
+    return result
 
 
 def fractions(bandwidths: Sequence[float], reduces: Sequence[bool]) -> list[float] | None:

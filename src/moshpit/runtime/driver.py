@@ -42,10 +42,10 @@ from moshpit.protocol.machine import (
     View,
 )
 from moshpit.protocol.node import Node
+from moshpit.runtime.bandwidth import LinkWatch
 from moshpit.runtime.helpdesk import HelpDesk
 from moshpit.runtime.jobs import Averaging
 from moshpit.runtime.rounds import Rounds
-from moshpit.tensors.codecs import Codec
 from moshpit.tensors.layout import ChunkPlan
 from moshpit.transport.base import Transport
 from moshpit.types import Address, GroupId, PeerId, Role
@@ -87,7 +87,6 @@ class Driver:
         record: the peer's first record, unsigned.
         config: settings.
         transport: started by `start`, closed by `close`.
-        codec: how chunks are encoded.
         listeners: whom to tell.
     """
 
@@ -98,13 +97,11 @@ class Driver:
         config: SwarmConfig,
         transport: Transport,
         *,
-        codec: Codec,
         listeners: Listeners,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._transport = transport
         self._config = config
-        self._codec = codec
         self._listeners = listeners
         self._signer = signer
         self._role = Role(record.role)
@@ -112,8 +109,9 @@ class Driver:
         self.node: Node
         self._started = False
         self.counters = Counters()
-        self._rounds = Rounds(transport, codec)
+        self._rounds = Rounds(transport)
         self._desk = HelpDesk(transport, self._tell, dial_s=config.transport.dial_timeout_s)
+        self._link = LinkWatch(transport.flow, self._measured, given=record.up)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._busy = True  # until there is a node, events wait
@@ -195,6 +193,7 @@ class Driver:
             await asyncio.gather(self._contact_task, return_exceptions=True)
         if self._timer is not None:
             self._timer.cancel()
+        self._link.stop()
         await self._desk.close()
         await self._transport.close()
         self._rounds.fail(ClosedError("the swarm was closed"))
@@ -248,6 +247,7 @@ class Driver:
         if not self._rounds.begin(job):
             job.fail(LocalError("an averaging is under way; wait for it first"))
             return
+        self._link.tell()
         self.handle(
             BeginAveraging(
                 weight=weight,
@@ -258,6 +258,9 @@ class Driver:
                 always_weighs=always,
             )
         )
+
+    def _measured(self, up: float, down: float) -> None:
+        self._run(self.node.measured(up, down, self._loop.time()))
 
     async def abandon(self, job: Averaging) -> None:
         """Nobody waits for this averaging any more, and its vectors are wanted back."""
@@ -316,10 +319,12 @@ class Driver:
             case GroupReady(formed=formed, source=source):
                 self._rounds.open(GroupId(formed.group), source, formed.key.span)
                 self._idle.clear()
+                self._link.start()
             case CloseRound(group=group):
                 self._rounds.close(group)
                 if not self._rounds.any_open:
                     self._idle.set()
+                    self._link.stop()
             case AveragingDue(epoch=epoch):
                 self._averaging_due(epoch)
             case AveragingEnded(report=report):
@@ -342,7 +347,7 @@ class Driver:
         schema = self.node.view.me.schema
         numel = int.from_bytes(schema[8:], "little")
         plan = ChunkPlan.of(numel, self._config.transport)
-        job = Averaging(torch.zeros(numel), plan, in_place=True)
+        job = Averaging(torch.zeros(numel), plan, None, in_place=True)
         self._loop.call_soon(self.begin, job, 0.0, schema, epoch, False)
 
     def _averaging_ended(self, report: EpochReport) -> None:

@@ -117,6 +117,27 @@ class LinkStats:
     """The last handshake's round trip, proof to answer; 0 is unknown."""
 
 
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What went over the bulk connections to all other machines so far.
+
+    It may shrink when a peer is forgotten.
+    """
+
+    sent: int = 0
+    """Bytes that the other sides' kernels have acknowledged."""
+    received: int = 0
+    limited_s: float = 0.0
+    """How long data to be sent waited for the network, summed over connections."""
+
+    def __add__(self, other: Flow) -> Flow:
+        return Flow(
+            self.sent + other.sent,
+            self.received + other.received,
+            self.limited_s + other.limited_s,
+        )
+
+
 class Transport(ABC):
     """Carries messages and chunks; see the module's rules.
 
@@ -189,3 +210,7 @@ class Transport(ABC):
     @abstractmethod
     def stats(self, peer: PeerId) -> LinkStats:
         """What went over the links to this peer; zeros for an unknown one."""
+
+    def flow(self) -> Flow | None:
+        """What went over bulk connections to other machines; None if nobody counts it."""
+        return None

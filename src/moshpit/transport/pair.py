@@ -17,7 +17,7 @@ from typing import Final, final
 
 from moshpit.errors import RemoteError, WireError
 from moshpit.events import Notice
-from moshpit.transport.base import LinkStats
+from moshpit.transport.base import Flow, LinkStats
 from moshpit.transport.bulk import BulkLink
 from moshpit.transport.sockets import congestion
 from moshpit.transport.stripes import PairContext, Stripe
@@ -93,14 +93,9 @@ class BulkPair:
         for stripe in self._stripes:
             stripe.count()
 
-    def flow(self) -> tuple[int, float]:
-        """Return bytes acknowledged, and seconds that each stripe waited for the network."""
-        acknowledged, limited_s = 0, 0.0
-        for stripe in self._stripes:
-            info = stripe.info()
-            acknowledged += stripe.acknowledged + (info.acknowledged if info else 0)
-            limited_s += stripe.limited_s + (info.limited_s if info else 0.0)
-        return acknowledged, limited_s
+    def flow(self) -> Flow:
+        """Return what went over these connections, if to another machine."""
+        return sum((stripe.flow() for stripe in self._stripes), Flow())
 
     def close(self, *, graceful: bool = False) -> list[BulkLink]:
         """Forget everything; returns the connections that are closing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 import struct
 import sys
@@ -14,6 +15,8 @@ from moshpit.types import Address
 
 _TCP_INFO: Final = struct.Struct("=68x I 28x I 16x Q 20x I 4x I 8x Q Q Q")
 """The parts of Linux's ``struct tcp_info`` that `TcpInfo` has, by their offsets."""
+
+COUNTS_FLOW: Final = sys.platform == "linux"
 
 
 @final
@@ -38,7 +41,7 @@ class TcpInfo:
 
 def tcp_info(sock: socket.socket) -> TcpInfo | None:
     """Ask the kernel about a connection; None if it cannot say."""
-    if sys.platform != "linux":
+    if not COUNTS_FLOW:
         return None
     try:
         data = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
@@ -55,6 +58,15 @@ def tcp_info(sock: socket.socket) -> TcpInfo | None:
         acknowledged=acknowledged,
         limited_s=max(0, busy - reader - buffer) / 1e6,
     )
+
+
+def same_machine(sock: socket.socket) -> bool:
+    """Whether both ends of a connection are on this machine."""
+    try:
+        here, there = sock.getsockname()[0], sock.getpeername()[0]
+    except OSError:  # closed meanwhile
+        return True
+    return here == there or ipaddress.ip_address(there.split("%")[0]).is_loopback
 
 
 def congestion(sock: socket.socket) -> str:

@@ -17,9 +17,9 @@ from typing import Final, Protocol, final
 
 from moshpit.config import TransportConfig
 from moshpit.errors import HandshakeError, RemoteError
-from moshpit.transport.base import CODEC_SLACK_BYTES, Handler, LinkStats
+from moshpit.transport.base import CODEC_SLACK_BYTES, Flow, Handler, LinkStats
 from moshpit.transport.bulk import BulkEvents, BulkKeys, BulkLink, admit, knock, read_token
-from moshpit.transport.sockets import TcpInfo, connect_any, tcp_info, tune
+from moshpit.transport.sockets import TcpInfo, connect_any, same_machine, tcp_info, tune
 from moshpit.types import Address, PeerId, short
 from moshpit.wire.messages import BulkAsk, BulkOffer, BulkRefused, Message
 
@@ -118,7 +118,6 @@ class Stripe:
     Attributes:
         index: its number; 0 is the pair's first.
         link: the open connection.
-        acknowledged, limited_s: of connections of this stripe that are gone, see `TcpInfo`.
     """
 
     def __init__(
@@ -131,8 +130,8 @@ class Stripe:
     ) -> None:
         self.index = index
         self.link: BulkLink | None = None
-        self.acknowledged = 0
-        self.limited_s = 0.0
+        self._gone = Flow()  # of connections that are
+        self._far = False  # whether the open connection leads to another machine
         self._sock: socket.socket | None = None
         self._context = context
         self._peer = peer
@@ -156,22 +155,28 @@ class Stripe:
         """The open connection's socket, to be looked at only."""
         return self._sock
 
+    def flow(self) -> Flow:
+        """Return what went over this stripe to another machine."""
+        self.count()
+        info = self.info() if self._far else None
+        if info is None:
+            return self._gone
+        return self._gone + Flow(info.acknowledged, 0, info.limited_s)
+
     def count(self) -> None:
         """Bring the byte counts of the open connection into the statistics."""
         if self.link is not None:
+            if self._far:
+                self._gone += Flow(0, self.link.bytes_in)
             self._stats.bulk_in += self.link.bytes_in
             self._stats.bulk_out += self.link.bytes_out
             self.link.bytes_in = self.link.bytes_out = 0
 
     def take_link(self) -> BulkLink | None:
         """Forget the open connection; returns it."""
-        self.count()
+        self._gone = self.flow()
         link, self.link = self.link, None
-        info = self.info()
-        if info is not None:
-            self.acknowledged += info.acknowledged
-            self.limited_s += info.limited_s
-        self._sock = None
+        self._sock, self._far = None, False
         return link
 
     def close(self) -> BulkLink | None:
@@ -306,7 +311,7 @@ class Stripe:
 
     def _up(self, link: BulkLink, sock: socket.socket) -> None:
         old = self.take_link()
-        self.link, self._sock = link, sock
+        self.link, self._sock, self._far = link, sock, not same_machine(sock)
         if old is not None:
             old.abort()
         self._owner.stripe_up(self, old is not None)

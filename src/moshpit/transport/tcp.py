@@ -26,13 +26,14 @@ from moshpit.identity.certificates import server_tls
 from moshpit.identity.keys import PeerKey
 from moshpit.identity.tickets import admission_fault
 from moshpit.transport import bulk, handshake
-from moshpit.transport.base import CODEC_SLACK_BYTES, Handler, LinkStats, Transport
+from moshpit.transport.base import CODEC_SLACK_BYTES, Flow, Handler, LinkStats, Transport
 from moshpit.transport.control import ControlLink
 from moshpit.transport.doors import CLOSE_S, Doors
 from moshpit.transport.handshake import Proved
 from moshpit.transport.notices import NoticeLimiter
 from moshpit.transport.pair import BulkPair
 from moshpit.transport.port import TLS_RECORD, Port
+from moshpit.transport.sockets import COUNTS_FLOW
 from moshpit.transport.state import PeerState
 from moshpit.transport.stripes import PairContext
 from moshpit.types import Address, PeerId, RunId, short
@@ -194,6 +195,11 @@ class TcpTransport(Transport):
         state.pair.count()
         self._count(state)
         return replace(state.stats)
+
+    def flow(self) -> Flow | None:
+        """See `Transport.flow`."""
+        total = sum((state.pair.flow() for state in self._peers.values()), Flow())
+        return total if COUNTS_FLOW else None
 
     def send(self, peer: PeerId, message: Message) -> None:
         """See `Transport.send`."""
