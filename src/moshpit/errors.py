@@ -44,6 +44,10 @@ class ClosedError(LocalError):
     """The swarm was closed; nothing can be asked of it any more."""
 
 
+class WaitTimeoutError(LocalError, TimeoutError):
+    """What was waited for did not come in time; says how far it came, and what to look at."""
+
+
 class LayoutError(LocalError):
     """Tensors that do not match what this swarm averages (shapes, dtypes, count)."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ipaddress
 from enum import StrEnum
 from typing import NewType
 
@@ -71,6 +72,18 @@ class Address(msgspec.Struct, frozen=True, array_like=True, order=True):
         if not colon or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
             raise ConfigError(f"address {text!r}: expected host:port with a port of 0 to 65535")
         return cls(host, int(port))
+
+    @property
+    def wildcard(self) -> bool:
+        """Whether it stands for every address of a machine: good to listen at, not to dial.
+
+        >>> Address("0.0.0.0", 7000).wildcard, Address("10.0.0.7", 7000).wildcard
+        (True, False)
+        """
+        try:
+            return not self.host or ipaddress.ip_address(self.host).is_unspecified
+        except ValueError:
+            return False  # a name
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

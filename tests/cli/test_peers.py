@@ -96,6 +96,18 @@ def test_doctor_visits(serving: Serving) -> None:
     assert "ticket" in refused.advice
 
 
+def test_a_contact_that_hangs_is_soon_named(moshpit: Moshpit) -> None:
+    """A stopped process: its system takes the call, and nobody answers."""
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        address = Address("127.0.0.1", hanging.getsockname()[1])
+        ticket = RunKey.generate().invite().ticket((address,)).encode()
+        done = moshpit("peers", "--ticket", ticket)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{address}: silent: it takes calls, but has not answered within 3 s" in done.stderr
+    assert "--at HOST:PORT" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_nobody_there_is_one_line(moshpit: Moshpit) -> None:
     ticket = RunKey.generate().invite().ticket((Address("127.0.0.1", free_port()),)).encode()
     done = moshpit("peers", "--ticket", ticket)

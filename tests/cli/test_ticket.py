@@ -89,6 +89,9 @@ def test_show_says_what_is_in_it_and_hides_the_secret() -> None:
         (("new", "--expires", "soon"), "length of time"),
         (("new", "--address", "no-port"), "host:port"),
         (("new", "--address", "h:0"), "port 0"),
+        (("new", "--address", "0.0.0.0:7000"), "nobody can dial it"),
+        (("new", "--address", "[::]:7000"), "one of "),
+        (("new", "--expires", "99999999w"), "longer than 100 years"),
     ],
 )
 def test_errors_are_one_line_and_exit_code_2(

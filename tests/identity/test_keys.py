@@ -41,6 +41,12 @@ def test_bad_key_files_say_what_is_wrong(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:60])
     with pytest.raises(LocalError, match="damaged"):
         PeerKey.load(path)
+    path.write_text("import moshpit\n")
+    path.chmod(0o644)
+    with pytest.raises(LocalError, match="no key file") as caught:
+        PeerKey.load(path)
+    assert "chmod" not in str(caught.value), "advice that would lock a script"
+    assert "delete" not in str(caught.value), "advice that would lose it"
     with pytest.raises(LocalError, match="cannot be written"):
         PeerKey.generate().save(path / "below-a-file")
     with pytest.raises(LocalError, match="key directory"):

@@ -16,6 +16,7 @@ from moshpit.errors import ConfigError, TicketError
 from moshpit.identity.keys import PeerKey
 from moshpit.identity.tickets import (
     ADDRESSES_MAX,
+    EXPIRES_AT_MAX,
     EXPIRY_LEEWAY_S,
     RunKey,
     Ticket,
@@ -100,6 +101,7 @@ def test_mistyped_tickets_are_never_taken(data: st.DataObject) -> None:
         lambda f: [f[0], f[1], 255, *f[3:]],
         lambda f: [f[0], f[1], -1, *f[3:]],
         lambda f: [*f[:3], -5, *f[4:]],
+        lambda f: [*f[:3], 1 << 60, *f[4:]],
         lambda f: [f[0][:31], *f[1:]],
         lambda f: [*f[:5], [["h", 1]] * 100],
         lambda f: f[:4],
@@ -147,8 +149,10 @@ def test_invites_have_roles_and_limits() -> None:
     owner = RunKey.generate()
     with pytest.raises(ConfigError):
         owner.invite(roles=())
-    with pytest.raises(ConfigError):
-        owner.invite(expires_at=-1)
+    for expires_at in (-1, EXPIRES_AT_MAX + 1):
+        with pytest.raises(ConfigError):
+            owner.invite(expires_at=expires_at)
+    assert Ticket.decode(owner.invite(expires_at=EXPIRES_AT_MAX).ticket(()).encode())
     with pytest.raises(ConfigError, match="addresses"):
         owner.invite().ticket((Address("h", 1),) * (ADDRESSES_MAX + 1))
 

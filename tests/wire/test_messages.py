@@ -21,6 +21,7 @@ from moshpit.wire.framing import (
     encode_message,
 )
 from moshpit.wire.messages import (
+    Admission,
     AnyMessage,
     GroupFormed,
     Join,
@@ -158,6 +159,20 @@ def test_signatures_cover_everything_but_themselves(kind: type, data: st.DataObj
     name = data.draw(st.sampled_from([n for n in kind.__struct_fields__ if n != "signature"]))
     changed = msgspec.structs.replace(message, **{name: data.draw(values_of(hints[name]))})
     assert same(changed, message) == (signing_bytes(changed) == signed)
+
+
+def test_records_are_shown_with_short_ids_and_without_proofs() -> None:
+    admission = Admission(b"i" * 32, ("worker",), 0, b"s" * 64, b"p" * 64)
+    record = PeerRecord(
+        peer=bytes(32), incarnation=1, version=2, role="client", addresses=(("10.0.0.7", 7000),),
+        via=(b"\1" * 32,), up=1e6, down=0.0, schema=b"", epoch=3, samples=4.0, rate=5.0,
+        group_key=(), step_s=0.5, left=False, admission=admission, signature=b"s" * 64,
+    )  # fmt: skip
+    assert repr(record) == (
+        "PeerRecord(peer=aaaaaaaa, incarnation=1, version=2, role='client', "
+        "addresses=[['10.0.0.7', 7000]], via=[aeaqcaib], up=1000000.0, down=0.0, schema=none, "
+        "epoch=3, samples=4.0, rate=5.0, group_key=[], step_s=0.5, left=False)"
+    )
 
 
 @given(st.integers(0, 1 << 200))

@@ -6,6 +6,7 @@ import re
 
 from moshpit.errors import ConfigError
 
+DURATION_S_MAX = 100 * 365 * 86400  # guess: calendars and timers overflow far beyond it
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -13,7 +14,7 @@ def duration_s(text: str) -> int:
     """Read a length of time: ``90s``, ``30m``, ``12h``, ``7d``, ``2w``; a bare number is seconds.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is none, or longer than `DURATION_S_MAX`.
 
     Example:
         >>> duration_s("7d")
@@ -23,10 +24,13 @@ def duration_s(text: str) -> int:
     """
     bare = text.strip().lower()
     if re.fullmatch(r"\d{1,9}", bare):
-        return int(bare)
+        bare += "s"
     if not re.fullmatch(r"(\d{1,9}[smhdw])+", bare):
         raise ConfigError(f"{text!r} is no length of time: write 30m, 12h, 7d or 1h30m")
-    return sum(int(n) * _UNITS_S[unit] for n, unit in re.findall(r"(\d+)([smhdw])", bare))
+    seconds = sum(int(n) * _UNITS_S[unit] for n, unit in re.findall(r"(\d+)([smhdw])", bare))
+    if seconds > DURATION_S_MAX:
+        raise ConfigError(f"{text!r} is longer than 100 years")
+    return seconds
 
 
 _COUNT_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}

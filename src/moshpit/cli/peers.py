@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import msgspec
@@ -11,11 +12,13 @@ from rich.table import Table
 from moshpit.cli import output
 from moshpit.cli.parse import human_bytes
 from moshpit.cli.visit import Visit, visit
-from moshpit.config import preset
-from moshpit.errors import ConfigError
+from moshpit.config import SwarmConfig, preset
+from moshpit.errors import ConfigError, HandshakeError, UnreachableError
 from moshpit.identity.tickets import Ticket
 from moshpit.types import Address, short
 from moshpit.wire.messages import PeerRecord
+
+PATIENCE_S = 3.0  # guess: ten round trips to the other side of the world
 
 
 def peers(
@@ -50,11 +53,26 @@ def peers(
     addresses = [Address.parse(a) for a in at] if at else admitted.addresses
     if not addresses:
         raise ConfigError("the ticket names nobody to ask; say an address with --at")
-    found = visit(admitted, addresses, preset("internet"))
+    try:
+        found = visit(admitted, addresses, hasty(preset("internet")))
+    except HandshakeError as error:
+        if error.reason != "handshake-timeout":
+            raise
+        detail = (
+            f"it takes calls, but has not answered within {PATIENCE_S:g} s: stopped, or very busy. "
+            "Ask another peer with --at HOST:PORT"
+        )
+        raise UnreachableError(error.peer, "silent", detail) from error
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(as_data(found))).decode())
     else:
         show(found)
+
+
+def hasty(config: SwarmConfig) -> SwarmConfig:
+    """Return settings for somebody who looks at the screen: a peer that hangs is soon named."""
+    transport = replace(config.transport, dial_timeout_s=PATIENCE_S, handshake_timeout_s=PATIENCE_S)
+    return replace(config, transport=transport)
 
 
 def state_of(record: PeerRecord, found: Visit) -> str:

@@ -14,6 +14,7 @@ from moshpit.cli.parse import duration_s, human_s
 from moshpit.errors import ConfigError
 from moshpit.identity.keys import state_dir
 from moshpit.identity.tickets import RunKey, Ticket
+from moshpit.runtime.record import advertised
 from moshpit.types import Address, Role, short
 
 DEFAULT_ADDRESS = "127.0.0.1:7000"
@@ -75,10 +76,7 @@ def new(
     """
     allowed = parse_roles(roles)
     expires_at = parse_expiry(expires)
-    addresses = tuple(Address.parse(a) for a in address or [DEFAULT_ADDRESS])
-    for one in addresses:
-        if one.port == 0:
-            raise ConfigError(f"address {one}: others cannot dial port 0")
+    addresses = tuple(dialable(a) for a in address or [DEFAULT_ADDRESS])
     key, path, made = run_key(keys)
     ticket = key.invite(allowed, expires_at).ticket(addresses)
     kept = f"its key is in {path}, for you only" if made else f"by the key in {path}"
@@ -114,6 +112,20 @@ def show(
         "addresses": [str(a) for a in read.addresses],
     }
     typer.echo(msgspec.json.encode(fields).decode())
+
+
+def dialable(text: str) -> Address:
+    """Read an address that others are to dial; raises `ConfigError`."""
+    address = Address.parse(text)
+    if address.port == 0:
+        raise ConfigError(f"address {address}: others cannot dial port 0")
+    if address.wildcard:
+        here = ", ".join(map(str, advertised((address,))))
+        raise ConfigError(
+            f"address {address}: a peer can listen there, but nobody can dial it. Name the address "
+            f"by which the others reach that peer; if it is this machine, one of {here}"
+        )
+    return address
 
 
 def parse_roles(text: str) -> tuple[Role, ...]:

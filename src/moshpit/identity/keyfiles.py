@@ -11,12 +11,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from moshpit.errors import LocalError
 
+_PEM = b"-----BEGIN "
+
 
 def load_private(path: Path) -> Ed25519PrivateKey:
     """Read a private key file that only its owner can read.
 
     Raises:
-        LocalError: no such file, not an Ed25519 key, or readable by others.
+        LocalError: no such file, not an Ed25519 key, damaged, or readable by others.
     """
     try:
         with path.open("rb") as file:
@@ -24,6 +26,8 @@ def load_private(path: Path) -> Ed25519PrivateKey:
             data = file.read()
     except OSError as error:
         raise LocalError(f"key {path}: {error.strerror}") from error
+    if not data.startswith(_PEM):
+        raise LocalError(f"{path} is no key file: name another, or one that does not exist yet")
     if mode & 0o077:
         raise LocalError(f"key {path} can be read by others: run chmod 600 {path}")
     try:

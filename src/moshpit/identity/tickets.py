@@ -30,6 +30,7 @@ from moshpit.wire.messages import Admission
 
 TICKET_VERSION: Final = 1
 EXPIRY_LEEWAY_S: Final = 600.0  # clocks may be off by this much
+EXPIRES_AT_MAX: Final = 253_402_300_799  # the end of the year 9999; calendars go no further
 ADDRESSES_MAX: Final = 16  # guess: a ticket stays short enough to paste
 _CHECKSUM_BYTES: Final = 4
 _PREFIX = re.compile(r"moshpit(\d+)_")
@@ -207,7 +208,8 @@ def _parse(body: bytes) -> Ticket:
         run, key, mask, expires_at, signature, addresses = _decoder.decode(body)
     except (msgspec.DecodeError, ValueError) as error:
         raise TicketError(f"this ticket was altered: {error}. Ask for another one") from error
-    sane = len(run) == 32 and len(key) == 32 and len(signature) == 64 and expires_at >= 0
+    sane = len(run) == 32 and len(key) == 32 and len(signature) == 64
+    sane = sane and 0 <= expires_at <= EXPIRES_AT_MAX
     if not sane or mask >> len(_ROLES) or mask <= 0 or len(addresses) > ADDRESSES_MAX:
         raise TicketError("this ticket was altered: its fields make no sense. Ask for another one")
     roles = tuple(role for i, role in enumerate(_ROLES) if mask >> i & 1)
@@ -265,11 +267,11 @@ class RunKey:
         """Make an invite for some roles, until some time (Unix seconds; 0: for good).
 
         Raises:
-            ConfigError: no role, or a time before 1970.
+            ConfigError: no role, or a time before 1970 or after the year 9999.
         """
         allowed = tuple(role for role in _ROLES if role in roles)
-        if not allowed or expires_at < 0:
-            raise ConfigError("an invite needs a role, and an expiry of 0 or later")
+        if not allowed or not 0 <= expires_at <= EXPIRES_AT_MAX:
+            raise ConfigError("an invite needs a role, and an expiry from 0 to the year 9999")
         private = Ed25519PrivateKey.generate()
         public = private.public_key().public_bytes_raw()
         signed = _invite_bytes(public, tuple(str(r) for r in allowed), expires_at)

@@ -55,8 +55,7 @@ def advertised(listening: tuple[Address, ...]) -> tuple[Address, ...]:
     """
     found: list[Address] = []
     for address in listening:
-        wildcard = address.host in ("", "0.0.0.0", "::")
-        hosts = _interface_hosts(address.host) if wildcard else [address.host]
+        hosts = _interface_hosts(address.host) if address.wildcard else [address.host]
         found += [Address(host, address.port) for host in hosts]
     return tuple(dict.fromkeys(found))
 

@@ -129,7 +129,7 @@ class Doors:
                     raise self._myself(str(address), greeting.instance)
                 yield link, greeting
         except TimeoutError as error:
-            detail = f"no answer within {self._config.handshake_timeout_s} s"
+            detail = f"no answer within {self._config.handshake_timeout_s:g} s"
             raise HandshakeError(where, "handshake-timeout", detail) from error
         except OSError as error:
             raise HandshakeError(where, "handshake-broken", str(error)) from error

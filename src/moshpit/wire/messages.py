@@ -9,9 +9,9 @@ Sets of chunks or seats travel as little-endian bit masks in bytes (`pack_mask`)
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import msgspec
+
+from moshpit.wire.shown import Shown
 
 PROTOCOL_VERSION = 1
 
@@ -41,7 +41,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
 # --- membership ---------------------------------------------------------------------------
 
 
-class PeerRecord(msgspec.Struct, frozen=True, array_like=True):
+class PeerRecord(Shown, frozen=True, array_like=True):
     """What a peer says of itself. Signed by it; nobody else can alter it.
 
     The newer of two records of a peer is the one with the higher (incarnation, version).
@@ -469,21 +469,18 @@ RoundMessage = Beat | Takeover | Held | Redo | Want | MemberDone | RoundOver | R
 Signed = PeerRecord | Join | GroupFormed
 
 
-class _Contexts:
-    by_type: ClassVar[dict[type, bytes]] = {
-        PeerRecord: b"moshpit/1 record",
-        Join: b"moshpit/1 join",
-        GroupFormed: b"moshpit/1 group",
-    }
-
-
+_CONTEXTS: dict[type, bytes] = {
+    PeerRecord: b"moshpit/1 record",
+    Join: b"moshpit/1 join",
+    GroupFormed: b"moshpit/1 group",
+}
 _encoder = msgspec.msgpack.Encoder()
 
 
 def signing_bytes(message: Signed) -> bytes:
     """Return what a record, join or announcement is signed over: context and content."""
     bare = msgspec.structs.replace(message, signature=b"")
-    return _Contexts.by_type[type(message)] + b"\0" + _encoder.encode(bare)
+    return _CONTEXTS[type(message)] + b"\0" + _encoder.encode(bare)
 
 
 def pack_mask(mask: int) -> bytes:
