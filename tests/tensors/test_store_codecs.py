@@ -140,3 +140,17 @@ def test_an_unknown_codec_is_no_chunk(number: int) -> None:
     header = ChunkHeader(ChunkKind.RESULT, 0, 0, 528, number, GROUP, 1.0, 0)
     assert peer.sink(header) is None
     assert peer.fault(header, memoryview(bytearray(528))) == "undecodable"
+
+
+@pytest.mark.parametrize("name", ["int4", "topk", "topk64"])
+def test_a_payload_that_lies_about_its_count_is_refused(name: str) -> None:
+    """Its length is right: one number fewer has as many bytes."""
+    peer, codec = store(0, codec_named(name)), codec_named(name)
+    payload = bytearray(codec.encode(torch.ones(512)))
+    payload[:4] = (511).to_bytes(4, "little")
+    assert codec.decode(payload).numel() == 511
+    header = ChunkHeader(ChunkKind.CONTRIBUTION, 0, 0, len(payload), codec.number, GROUP, 1.0, 0)
+    sink = peer.sink(header)
+    assert sink is not None
+    sink[:] = payload
+    assert peer.fault(header, sink) == "wrong-size"

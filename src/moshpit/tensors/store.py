@@ -189,6 +189,8 @@ class RoundStore:
             values = codec.decode(buffer)
         except ValueError:
             return "undecodable"
+        if values.numel() != self._plan.size(header.chunk):
+            return "wrong-size"  # a payload that says itself how many numbers it has may lie
         if not codec.refuses_nonfinite and not is_finite(values):
             return "non-finite"
         self._arrived = _Arrived(codec, buffer, values)

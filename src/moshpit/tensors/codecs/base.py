@@ -20,8 +20,10 @@ class Codec(Protocol):
     - Encoding is deterministic: the same numbers give the same bytes, on every machine. The
       payload is new memory (except `in_place`) and the source is only read.
     - Finite numbers decode to finite numbers: what is beyond a format's range saturates.
-    - What was decoded encodes and decodes to itself, bit by bit. So a reducer can take its
-      own result as everybody else will, and who holds that result can encode it again.
+    - What was decoded encodes and decodes to itself, bit by bit; with a codec that results are
+      sent in, to the same payload. So a reducer can take its own result as everybody else
+      will, and who holds that result can encode it again. (Of payloads that an encoder made:
+      others may decode, too.)
     - The source should be finite. If it is not, the payload does not hide it: `decode` raises
       `ValueError`, or (only where `refuses_nonfinite` is false) gives what is not finite.
     - A payload may come from anybody: `decode` gives numbers or raises `ValueError`, whatever
