@@ -6,11 +6,11 @@ import sys
 
 import moshpit
 
-from .test_over_sockets import OPTIONS, Trainer, diloco
+from .test_over_sockets import PATIENCE_S, Trainer, diloco, patient
 
 
 def main() -> None:
-    with moshpit.join(sys.argv[1], **OPTIONS) as swarm:
+    with moshpit.join(sys.argv[1], **patient(PATIENCE_S)) as swarm:
         trainer = Trainer(swarm, diloco(), seed=2)
         print("ready", flush=True)
         epoch = 0

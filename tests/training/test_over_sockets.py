@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,19 @@ from moshpit.identity.tickets import RunKey
 ROOT = Path(__file__).parents[2]
 BATCH = 8
 EPOCHS = 3
+PATIENCE_S = 5.0  # a peer that is killed is noticed by its sockets
 OPTIONS = {"listen": "127.0.0.1:0", "identity": "new", "preset": "local"}
+
+
+def patient(wait_s, group_size=16):
+    """Options with which a busy machine is no fault."""
+    local = moshpit.preset("local")
+    matchmaking = replace(
+        local.matchmaking, group_size=group_size, call_timeout_s=wait_s, join_timeout_s=wait_s
+    )
+    rounds = replace(local.round, stall_s=wait_s, deadline_s_min=100.0)
+    config = replace(local, matchmaking=matchmaking, round=rounds)
+    return {"listen": "127.0.0.1:0", "identity": "new", "config": config}
 
 
 @pytest.fixture
@@ -26,14 +40,28 @@ def invite():
     return RunKey.generate().invite()
 
 
+@contextlib.contextmanager
+def joined(invite, size, options):
+    """Some swarms that know each other."""
+    with contextlib.ExitStack() as stack:
+        swarms = [stack.enter_context(moshpit.join(invite.ticket(()).encode(), **options))]
+        ticket = invite.ticket(swarms[0].addresses).encode()
+        swarms += [stack.enter_context(moshpit.join(ticket, **options)) for _ in range(size - 1)]
+        for swarm in swarms:
+            swarm.wait_for_peers(size)
+        yield swarms
+
+
 @pytest.fixture
 def two_swarms(invite):
-    with moshpit.join(invite.ticket(()).encode(), **OPTIONS) as first:
-        ticket = invite.ticket(first.addresses).encode()
-        with moshpit.join(ticket, **OPTIONS) as second:
-            for swarm in (first, second):
-                swarm.wait_for_peers(2)
-            yield first, second
+    with joined(invite, 2, OPTIONS) as swarms:
+        yield swarms
+
+
+@pytest.fixture
+def patient_swarms(invite):
+    with joined(invite, 2, patient(PATIENCE_S)) as swarms:
+        yield swarms
 
 
 def diloco():
@@ -126,16 +154,37 @@ def test_an_overflow_at_one_peer_costs_its_batch_only(make, two_swarms, together
     assert [s.get_scale() for s in scalers] == [64.0, 256.0]
 
 
-def test_diloco_goes_on_when_a_peer_is_killed(invite, two_swarms, together):
-    ticket = invite.ticket(two_swarms[0].addresses).encode()
+def test_diloco_steps_on_the_mean_of_a_grid(invite, together):
+    """Two rounds of pairs: complete at every peer, and the same mass behind every chunk."""
+    options = patient(wait_s=60.0, group_size=2)
+    with joined(invite, 4, options) as swarms:
+        strategies = [moshpit.DiLoCo(64 * BATCH, overlap=False) for _ in swarms]
+        peers = [
+            Trainer(*own, seed=i) for i, own in enumerate(zip(swarms, strategies, strict=True))
+        ]
+        wait_until_all_are_attached(swarms)
+        reports = together(*[t.train for t in peers])
+    assert [len(r.rounds) for r in reports] == [2] * 4
+    first, *others = (torch.nn.utils.parameters_to_vector(t.model.parameters()) for t in peers)
+    for other in others:  # columns add in another order
+        torch.testing.assert_close(first, other)
+    for trainer in peers:
+        assert trainer.opt._strategy.outer_steps >= EPOCHS
+        assert trainer.opt._strategy.realignments == 0
+        assert trainer.opt.stats.carried == 0
+
+
+def test_diloco_goes_on_when_a_peer_is_killed(invite, patient_swarms, together):
+    swarms = patient_swarms
+    ticket = invite.ticket(swarms[0].addresses).encode()
     command = [sys.executable, "-m", "tests.training.peer", ticket]
     victim = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert victim.stdout.readline() == "ready\n"
-        for swarm in two_swarms:
+        for swarm in swarms:
             swarm.wait_for_peers(3)
-        peers = [Trainer(swarm, diloco(), seed=i) for i, swarm in enumerate(two_swarms)]
-        wait_until_all_are_attached(two_swarms)
+        peers = [Trainer(swarm, diloco(), seed=i) for i, swarm in enumerate(swarms)]
+        wait_until_all_are_attached(swarms)
         last = [float("inf")]
 
         def kill():
