@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -20,7 +21,14 @@ from typer.testing import CliRunner
 from moshpit.cli.app import app
 from moshpit.cli.bench_links import Links, bucket, check_root, namespaces
 from moshpit.cli.bench_processes import Processes
-from moshpit.cli.bench_report import failures_of, figures_of, headline, machine, result_of
+from moshpit.cli.bench_report import (
+    failures_of,
+    figures_of,
+    headline,
+    machine,
+    result_of,
+    tolerance_of,
+)
 from moshpit.cli.bench_run import Plan, Round
 from moshpit.cli.bench_worker import (
     PATTERN,
@@ -38,10 +46,33 @@ MOSHPIT = [sys.executable, "-m", "moshpit"]
 SMALL = ["--peers", "2", "--mb", "1", "--rounds", "2", "--warmup", "1"]
 PATIENCE_S = 200.0  # sixteen times what it takes: these start many processes
 
-needs_links = pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
-    reason="needs root and iproute2, to make network namespaces",
-)
+
+def why_no_links() -> str:
+    """Try by hand what `Links` needs; return what is missing."""
+    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
+        return "needs root and iproute2, to make network namespaces"
+    name = f"moshpit-test-{os.getpid()}"
+    steps = [
+        f"ip netns add {name}",
+        f"ip -n {name} link add probe0 type veth peer name probe1",
+        f"tc -n {name} qdisc add dev probe0 root tbf rate 1mbit burst 10kb latency 50ms",
+    ]
+    try:
+        for step in steps:
+            done = subprocess.run(step.split(), capture_output=True, text=True, check=False)
+            if done.returncode:
+                return f"not possible here: {step}: {done.stderr.strip()}"
+        return ""
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def links_work() -> None:
+    """Skip, with the reason, where no links can be made."""
+    why = why_no_links()
+    if why:
+        pytest.skip(why)
 
 
 def plan(**changes: object) -> Plan:
@@ -202,13 +233,26 @@ def test_a_wrong_round_is_a_failure(wrong: dict[str, object]) -> None:
     assert said.startswith("moshpit, round 2: ")
 
 
+@pytest.mark.parametrize(
+    ("codec", "least", "most"), [("float16", 5e-4, 5e-3), ("int8", 4e-3, 0.05)]
+)
+def test_a_codec_may_lose_what_it_loses(codec: str, least: float, most: float) -> None:
+    once = tolerance_of(plan(codec=codec))
+    assert least < once < most
+    assert tolerance_of(plan(codec=codec, peers=16)) > once  # two axes, two more encodings
+    assert failures_of(plan(codec=codec), {"moshpit": [one_round(error=once)]}) == []
+    # a rival's mean is float32 all the same
+    (said,) = failures_of(plan(codec=codec), {"gloo": [one_round(error=once)]})
+    assert said.startswith("gloo, round 1")
+
+
 # --- what makes no sense -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--codec", "morse"], "--codec 'morse': choose from float32"),
+        (["--codec", "morse"], "codec 'morse': there are float32"),
         (["--mb", "0"], "--mb 0: choose more than 0"),
         (["--mb", "nan"], "--mb nan: choose more than 0"),
         (["--group-size", "64", "--peers", "64"], "a group of 64: choose --group-size 2 to 63"),
@@ -323,8 +367,17 @@ def own_namespaces(pid: int) -> list[str]:
     return [name for name in namespaces() if name.startswith(f"moshpit-bench-{pid}-")]
 
 
+def peers_of(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(psutil.Error):  # one that ends meanwhile
+        for child in psutil.Process(pid).children():
+            if "moshpit.cli.bench_peer" in child.cmdline():
+                found.append(child.pid)
+    return found
+
+
 @pytest.mark.root
-@needs_links
+@pytest.mark.usefixtures("links_work")
 def test_links_that_fail_halfway_leave_nothing() -> None:
     speeds = [100.0, float(10**14)]  # the second one is more than `tc` can count
     with pytest.raises(LocalError, match="`tc -n moshpit-bench-"), Links(speeds):
@@ -333,7 +386,7 @@ def test_links_that_fail_halfway_leave_nothing() -> None:
 
 
 @pytest.mark.root
-@needs_links
+@pytest.mark.usefixtures("links_work")
 def test_what_a_killed_run_left_is_deleted_by_the_next() -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
@@ -347,7 +400,7 @@ def test_what_a_killed_run_left_is_deleted_by_the_next() -> None:
 
 
 @pytest.mark.root
-@needs_links
+@pytest.mark.usefixtures("links_work")
 @pytest.mark.timeout(2 * PATIENCE_S)
 def test_a_small_run_on_unequal_links(tmp_path: Path) -> None:
     done, file = bench(tmp_path, *SMALL, "--link-mbit", "40,20", "--compare", "gloo")
@@ -363,7 +416,7 @@ def test_a_small_run_on_unequal_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
-@needs_links
+@pytest.mark.usefixtures("links_work")
 @pytest.mark.timeout(2 * PATIENCE_S)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_stopped_deletes_its_links_and_processes(number: signal.Signals) -> None:
@@ -375,8 +428,7 @@ def test_a_run_that_is_stopped_deletes_its_links_and_processes(number: signal.Si
             assert run.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
-            found = psutil.Process(run.pid).children()
-            children = [c.pid for c in found if "moshpit.cli.bench_peer" in c.cmdline()]
+            children = peers_of(run.pid)
         run.send_signal(number)
         assert run.wait(PATIENCE_S) == 128 + number
         assert own_namespaces(run.pid) == []

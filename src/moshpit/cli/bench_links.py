@@ -90,7 +90,13 @@ class Links:
 
     def _make(self) -> None:
         _delete_leftovers()
-        self._namespace(self._hub)
+        try:
+            self._namespace(self._hub)
+        except LocalError as error:
+            raise LocalError(
+                f"{error}; root alone is not enough in a container: it must be allowed to make "
+                "network namespaces (docker run --privileged)"
+            ) from None
         _run("ip", "-n", self._hub, "link", "add", "bridge", "type", "bridge")
         _run("ip", "-n", self._hub, "link", "set", "bridge", "up")
         for index, name in enumerate(self._peers):

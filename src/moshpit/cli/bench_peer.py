@@ -27,6 +27,7 @@ class Peer:
             bandwidth_mbit=work["bandwidth_mbit"],
         )
         self._in_place: bool = work["in_place"]
+        self._codec: str = work["codec"]
         pipes.tell("listening", addresses=[str(a) for a in self._swarm.addresses])
         self._swarm.wait_for_peers(work["peers"], JOIN_TIMEOUT_S)
 
@@ -34,15 +35,17 @@ class Peer:
         """Average, and tell what the reports of the rounds say."""
         result = vector
         if self._in_place:
-            report = self._swarm.average_([vector])
+            report = self._swarm.average_([vector], codec=self._codec)
         else:
-            (result,), report = self._swarm.average([vector])
+            (result,), report = self._swarm.average([vector], codec=self._codec)
         blames = [f"{b.peer.hex()[:8]}: {b.reason}" for r in report.rounds for b in r.blames]
+        meeting_s = min(report.seconds, sum(r.meeting_s for r in report.rounds))
         return result, {
             "outcome": report.outcome.value,
             "groups": [len(r.peers) for r in report.rounds],
-            "meeting_s": sum(r.meeting_s for r in report.rounds),
-            "moving_s": sum(r.moving_s for r in report.rounds),
+            "meeting_s": meeting_s,
+            # Not the rounds' own sum: on a torus their movings overlap.
+            "moving_s": report.seconds - meeting_s,
             "bytes_sent": sum(r.bytes_sent for r in report.rounds),
             "blames": blames,
         }

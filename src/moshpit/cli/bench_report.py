@@ -17,10 +17,12 @@ from rich.table import Table
 import moshpit
 from moshpit.cli.bench_rivals import MOSHPIT
 from moshpit.cli.bench_run import Plan, Round
+from moshpit.cli.bench_worker import SLICE, coefficients, expected, fill
 from moshpit.cli.parse import human_bytes, human_s
+from moshpit.tensors.codecs import codec_named
 
-TOLERANCE = {"float32": 1e-5}
-"""How far a mean may be off, relative to the largest true number, by codec."""
+TOLERANCE = 1e-5
+"""How far a mean may be off by float32's rounding, relative to the largest true number."""
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -229,7 +231,7 @@ def failures_of(plan: Plan, measured: Mapping[str, Sequence[Round]]) -> list[str
     """Return a line for each round whose mean was wrong or not everybody's."""
     wrong: list[str] = []
     for name, rounds in measured.items():
-        tolerance = TOLERANCE[plan.codec if name == MOSHPIT else "float32"]
+        tolerance = tolerance_of(plan) if name == MOSHPIT else TOLERANCE
         for number, one in enumerate(rounds, 1):
             if not one.error <= tolerance or one.problems:
                 said = "; ".join(one.problems) or "no report says why"
@@ -238,6 +240,30 @@ def failures_of(plan: Plan, measured: Mapping[str, Sequence[Round]]) -> list[str
                     f"number (at most {tolerance:.2g} is right): {said}"
                 )
     return wrong
+
+
+def tolerance_of(plan: Plan) -> float:
+    """Return how far a mean may be off, relative to its largest number.
+
+    With e the most that the codec changes any of the peers' values: contributions are off by at
+    most e, and so is their mean, which is then encoded again; so 2e for each axis of the grid.
+    Codecs that leave out most numbers have an e as large as the values: with them only the
+    reports say whether everybody is in.
+    """
+    codec = codec_named(plan.codec)
+    if codec.name == "float32":
+        return TOLERANCE
+    values, number = torch.empty(SLICE), 0
+    changed = 0.0
+    pairs = [coefficients(index, number) for index in range(plan.peers)]
+    for a, b in pairs:
+        fill(values, a, b)
+        changed = max(changed, (codec.decode(codec.encode(values)) - values).abs().max().item())
+    a, b = expected(plan.peers, number)
+    axes = 1
+    while plan.group_size**axes < plan.peers:
+        axes += 1
+    return TOLERANCE + 2 * axes * changed / (abs(a) + abs(b))
 
 
 # --- for people --------------------------------------------------------------------------------

@@ -71,5 +71,6 @@ def command_of(engine: str, hivemind_python: Path | None) -> list[str]:
 
 def environment(*, shaped: bool) -> dict[str, str]:
     """Return the environment of every process: one thread for arithmetic, one interface."""
-    interface = INTERFACE if shaped else "lo"
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    interface = INTERFACE if shaped else loopback
     return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface}
