@@ -95,6 +95,7 @@ PUBLIC_NAMES = [
     "DiLoCo",
     "EpochReport",
     "GradientAveraging",
+    "Leaving",
     "LocalSGD",
     "MoshpitError",
     "Nesterov",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from moshpit.events import EpochReport, Outcome, RoundReport
     from moshpit.identity.tickets import Ticket
     from moshpit.runtime.join import join
+    from moshpit.runtime.leaving import Leaving
     from moshpit.runtime.swarm import Swarm
     from moshpit.training.checkpoint import Checkpoint
     from moshpit.training.optimizer import Optimizer
@@ -28,6 +29,7 @@ __all__ = [
     "DiLoCo",
     "EpochReport",
     "GradientAveraging",
+    "Leaving",
     "LocalSGD",
     "MoshpitError",
     "Nesterov",
@@ -46,6 +48,7 @@ _HOME = {
     "DiLoCo": "training.strategies",
     "EpochReport": "events",
     "GradientAveraging": "training.strategies",
+    "Leaving": "runtime.leaving",
     "LocalSGD": "training.strategies",
     "MoshpitError": "errors",
     "Nesterov": "training.strategies",

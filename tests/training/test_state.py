@@ -236,6 +236,7 @@ def wrapped(swarm: Any, strategy: Any, seed: int) -> tuple[torch.nn.Module, mosh
         lambda: moshpit.LocalSGD(samples_per_epoch=24, overlap=False),
         lambda: moshpit.LocalSGD(samples_per_epoch=24, overlap=False, average_statistics=True),
         lambda: moshpit.GradientAveraging(target_batch_size=24),
+        lambda: moshpit.DiLoCo(samples_per_epoch=24, overlap=False),
     ],
 )
 @pytest.mark.parametrize("steps", [3, 4])  # at the end of an epoch, and in the middle of one

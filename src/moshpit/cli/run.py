@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import runpy
 import signal
 import sys
-import threading
 import traceback
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Annotated, Literal
 
 import typer
@@ -20,12 +18,11 @@ from moshpit.cli import output
 from moshpit.cli.parse import duration_s
 from moshpit.errors import ConfigError, MoshpitError
 from moshpit.identity.tickets import Ticket
-from moshpit.runtime.ambient import JoinSettings, set_ambient
+from moshpit.runtime.ambient import JoinSettings, set_ambient, set_resume
+from moshpit.runtime.leaving import on_signals
 from moshpit.types import Address, Role
 
 Preset = Literal["local", "lan", "internet"]
-
-SIGTERM_EXIT = 128 + signal.SIGTERM
 
 _log = logging.getLogger("moshpit")
 
@@ -83,8 +80,20 @@ def run(  # noqa: PLR0917 - typer reads the parameters
     ] = None,
     grace: Annotated[
         str,
-        typer.Option(metavar="TIME", help="How long leaving may take after SIGTERM, at most."),
+        typer.Option(
+            metavar="TIME",
+            help="How long leaving may take after SIGTERM or Ctrl-C, at most: the averaging under "
+            "way, a checkpoint, the script's `finally` blocks.",
+        ),
     ] = "30s",
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Begin with the newest good checkpoint in DIR, if there is one. The script "
+            "saves with `moshpit.Checkpoint`.",
+        ),
+    ] = None,
 ) -> None:
     """Run a training script as a peer of a run.
 
@@ -102,6 +111,8 @@ def run(  # noqa: PLR0917 - typer reads the parameters
         # listen at one address, be dialled at another
         moshpit run --ticket $T --listen 0.0.0.0:7000 \\
             --advertise my.host:7000 train.py
+        # go on where the last run on this machine has ended, and leave within 20 s
+        moshpit run --ticket $T --resume ckpt --grace 20s train.py
     """
     for address in (listen, advertise):
         if address is not None:
@@ -119,35 +130,16 @@ def run(  # noqa: PLR0917 - typer reads the parameters
             identity=identity,
         )
     )
-    leave_on_sigterm(duration_s(grace))
+    if resume is not None and resume.exists() and not resume.is_dir():
+        raise ConfigError(f"--resume {resume}: not a directory")
+    set_resume(resume)
+    on_signals(duration_s(grace))
     if script is not None:
         run_script(script, args or [])
     elif role is Role.AUX:
         serve()
     else:
         raise ConfigError("nothing to run: name a script, or use --role aux to average only")
-
-
-def leave_on_sigterm(grace_s: float) -> None:
-    """Make SIGTERM end the process in the ordinary way, and in time.
-
-    `SystemExit` unwinds the script, so that its ``finally`` blocks run and the swarm is told;
-    if that takes more than ``grace_s`` seconds, the process ends all the same.
-    """
-
-    def give_up() -> None:
-        print(f"moshpit: not done {grace_s:g} s after SIGTERM, ending now", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(SIGTERM_EXIT)
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        timer = threading.Timer(grace_s, give_up)
-        timer.daemon = True
-        timer.start()
-        raise SystemExit(SIGTERM_EXIT)
-
-    signal.signal(signal.SIGTERM, leave)
 
 
 def serve() -> None:

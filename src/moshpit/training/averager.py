@@ -72,3 +72,8 @@ class Averager(Protocol):
         """Start this epoch's averaging of ``vector`` (float32, one dimension, CPU), which is
         not touched until it is done. ``weight`` 0 only receives."""
         ...
+
+    def leave(self) -> None:
+        """Tell the others not to count on this peer any more; what is under way is still
+        served. Does not wait."""
+        ...

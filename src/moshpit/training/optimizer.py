@@ -8,6 +8,7 @@ meet again in `Optimizer.finish`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import replace
@@ -15,8 +16,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from moshpit.errors import ConfigError, DriftError, LocalError
+from moshpit.errors import ClosedError, ConfigError, DriftError, LocalError, MoshpitError
 from moshpit.events import EpochReport, Outcome
+from moshpit.runtime import leaving
 from moshpit.runtime.ambient import get_resume
 from moshpit.training.averager import Averager, Averaging
 from moshpit.training.checkpoint import Checkpoint
@@ -29,6 +31,7 @@ from moshpit.types import short
 log = logging.getLogger("moshpit.training")
 
 _STATE_KEY = "moshpit"
+_LOOK_S = 0.1  # guess: how soon a wait for the others sees that the process is to end
 _NO_CHECKPOINT = (
     "--resume: this script makes no moshpit.Checkpoint; give one to the optimizer: "
     "moshpit.Optimizer(..., checkpoint=moshpit.Checkpoint(DIR))"
@@ -230,7 +233,9 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: the number of samples is not known, or makes no sense.
             DriftError: the strategy needs the swarm's parameters, and this peer has others.
+            Leaving: the process was asked to end, under `moshpit run`; all is in order.
         """
+        leaving.looping(True)
         if self._checkpoint is not None:
             self._checkpoint.between_steps()
         self._check_drift()
@@ -250,6 +255,9 @@ class Optimizer(torch.optim.Optimizer):
             self._take_part()
         finally:
             self._pace.resume(self._note_wait(started))
+        departure = leaving.departure()
+        if departure is not None and departure.asked:
+            self._leave(departure)
         return loss
 
     def finish(self) -> EpochReport:
@@ -259,7 +267,7 @@ class Optimizer(torch.optim.Optimizer):
         the averaging but moves on from it. Every peer of the run should call this once.
 
         Raises:
-            DriftError: as `step`.
+            DriftError, Leaving: as `step`.
         """
         if self._checkpoint is not None:
             self._checkpoint.between_steps()
@@ -268,8 +276,7 @@ class Optimizer(torch.optim.Optimizer):
         try:
             self._attach()
             if self._pending is not None:
-                self._pending[0].wait()
-                self._collect()
+                self._wait()
             self._begin()
             report = self._wait()
             for _ in range(_FINISH_AGAIN_MAX):
@@ -279,12 +286,31 @@ class Optimizer(torch.optim.Optimizer):
                 report = self._wait()
             if self._checkpoint is not None:
                 self._checkpoint.finish()
+            leaving.looping(False)
             return report
         finally:
             self._pace.resume(self._note_wait(started))
 
+    def _leave(self, departure: leaving.Departure) -> NoReturn:
+        """Finish the averaging under way if its time suffices, tell the swarm, save, end."""
+        departure.unwind()
+        try:
+            if self._pending is not None:
+                self._pending[0].wait(departure.left_s(leaving.ROUND_SHARE))
+                self._collect()
+        except TimeoutError:
+            log.warning("the averaging under way has not ended in time; the others go on with it")
+        except MoshpitError as error:
+            log.warning("the averaging under way is lost: %s", error)
+        with contextlib.suppress(ClosedError):
+            self._swarm.leave()
+        if self._checkpoint is not None:
+            self._checkpoint.save(departure.left_s())
+        raise leaving.Leaving
+
     def close(self) -> None:
         """Stop watching the model. The swarm is closed by its owner."""
+        leaving.looping(False)
         if self._watcher is not None:
             self._watcher.close()
 
@@ -389,7 +415,15 @@ class Optimizer(torch.optim.Optimizer):
 
     def _wait(self) -> EpochReport:
         assert self._pending is not None
-        self._pending[0].wait()
+        departure = leaving.departure()
+        if departure is None:
+            self._pending[0].wait()
+        while not self._pending[0].done():
+            try:
+                self._pending[0].wait(_LOOK_S)
+            except TimeoutError:
+                if departure is not None and departure.asked:
+                    self._leave(departure)
         return self._collect()
 
     def _collect(self) -> EpochReport:

@@ -1,0 +1,139 @@
+"""Leaving in good order when the process is asked to end.
+
+Under `moshpit run`, SIGTERM or Ctrl-C does not tear a training loop apart: it is noted, and the
+next ``optimizer.step()`` that returns to the loop finishes the averaging under way, tells the
+swarm, saves, and raises `Leaving`. Everything has a time: a loop that does not come around,
+or a round that does not end, is interrupted at a share of the grace, wherever it is; and when
+the grace is over, the process ends. A script without such a loop is interrupted at once.
+
+Signals belong to the process, and so does this module's state: one `Departure`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import final
+
+ROUND_SHARE = 0.5  # guess: of the grace, for the averaging under way; the rest is for saving
+INTERRUPT_SHARE = 0.6  # guess: of the grace, for the loop to come around by itself
+
+
+class Leaving(SystemExit):
+    """The process was asked to end and everything is in order: let it pass.
+
+    Not an `Exception`, so that ``except Exception`` lets it through; ``finally`` blocks run. The
+    exit code is 0.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+@final
+class Departure:
+    """How far the end of this process has come. Made by `on_signals`.
+
+    Args:
+        grace_s: seconds from the first signal to the end, at most.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self.grace_s = grace_s
+        self.looping = False
+        """Whether a training loop runs, so that the next step will see what is asked."""
+        self._owner = os.getpid()
+        self._asked_at = 0.0
+        self._number = signal.SIGTERM
+        self._asked = threading.Event()
+        self._unwinding = threading.Event()
+        self._interrupt = False
+        # Made now: a signal's handler may start no thread, for it may have interrupted one start.
+        threading.Thread(target=self._watch, name="moshpit-grace", daemon=True).start()
+
+    @property
+    def asked(self) -> bool:
+        """Whether the process is to end."""
+        return self._asked.is_set()
+
+    def left_s(self, share: float = 1.0) -> float:
+        """Return how many seconds are left of a share of the grace; 0 if none."""
+        return max(0.0, self._asked_at + share * self.grace_s - time.monotonic())
+
+    def unwind(self) -> None:
+        """The loop has seen it: it needs no interruption any more."""
+        self._unwinding.set()
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """What a signal does."""
+        if os.getpid() != self._owner:
+            _in_a_child(number)
+        elif self._interrupt:
+            self._interrupt = False
+            self._unwinding.set()
+            raise Leaving
+        elif not self.asked:
+            self._number = signal.Signals(number)
+            self._asked_at = time.monotonic()
+            self._asked.set()
+            _say(
+                f"{self._number.name}: leaving, within {self.grace_s:g} s"
+                + (" (again: at once)" if number == signal.SIGINT else "")
+            )
+            if not self.looping:
+                self._unwinding.set()
+                raise Leaving
+        elif number == signal.SIGINT:
+            _say("interrupted again: ending at once")
+            os._exit(128 + number)
+
+    def _watch(self) -> None:
+        self._asked.wait()
+        if not self._unwinding.wait(self.left_s(INTERRUPT_SHARE)):
+            self._interrupt = True
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGTERM)  # also ends its wait in a system call
+        time.sleep(self.left_s())
+        _say(f"not done {self.grace_s:g} s after {self._number.name}, ending now")
+        os._exit(128 + self._number)
+
+
+class _Process:
+    departure: Departure | None = None
+
+
+def departure() -> Departure | None:
+    """Return this process's departure; None where nobody handles signals."""
+    return _Process.departure
+
+
+def on_signals(grace_s: float) -> None:
+    """Make SIGTERM and SIGINT end this process in good order. For its main thread."""
+    _Process.departure = Departure(grace_s)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _Process.departure.handle)
+
+
+def looping(running: bool) -> None:
+    """Say that a training loop runs here, or that it has ended."""
+    if _Process.departure is not None:
+        _Process.departure.looping = running
+
+
+def _in_a_child(number: int) -> None:
+    """A forked child, such as a data loader's worker, has inherited the handler."""
+    if number != signal.SIGINT:  # Ctrl-C goes to the whole group, and the parent decides
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _say(text: str) -> None:
+    # Not `print`: the signal may have come in the middle of one, and buffers cannot be entered
+    # twice.
+    with contextlib.suppress(OSError):
+        os.write(2, f"moshpit: {text}\n".encode())
