@@ -164,6 +164,11 @@ def main() -> None:
                 average(swarm, command, args.number, args.numel)
             case "cpu":
                 say("cpu", process_s=time.process_time(), at=time.monotonic())
+            case "bulk":  # headers, payloads and tags of all chunks since the start
+                transport = swarm._driver._transport
+                links = [transport.stats(r.peer) for r in swarm.peers()]
+                out, into = sum(s.bulk_out for s in links), sum(s.bulk_in for s in links)
+                say("bulk", sent=out, received=into)
             case "peers":
                 say("peers", peers=[short(r.peer) for r in swarm.peers()])
             case "leave":

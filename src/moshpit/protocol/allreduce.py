@@ -479,7 +479,7 @@ class AllReduce:
                 self.closed = True
                 state.out.append(CloseRound(self.group))
         out, state.out = state.out, []
-        return out
+        return out + self._holding.take()
 
     def _alone(self, now: float) -> None:
         """Nobody else is left: finish what holds others' contributions, and end; but not

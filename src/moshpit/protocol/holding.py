@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moshpit.protocol.ledger import Result
-from moshpit.protocol.machine import AdoptResult, HoldOver, PartReduced
+from moshpit.protocol.machine import AdoptResult, Effect, HoldOver, PartReduced
 from moshpit.protocol.round import Round
 from moshpit.protocol.seating import bits, span
 from moshpit.types import GroupId
@@ -39,6 +39,7 @@ class Holding:
         self.chunks = self._span
         self._until = state.started + columns.hold_s if columns is not None else 0.0
         self._held: dict[int, Result] = {}
+        self._for_node: list[Effect] = []
 
     @property
     def held(self) -> int:
@@ -65,12 +66,18 @@ class Holding:
         if not self.chunks >> chunk & 1:
             self.release(chunk, None, result)  # it is too late to go up
         elif self.complete:
-            state.out.append(PartReduced(state.group))
+            self._for_node.append(PartReduced(state.group))
 
     def check(self, now: float) -> None:
         """See whether it is held for too long."""
         if self.chunks and now >= self._until:
-            self._round.out.append(HoldOver(self._round.group))
+            self._for_node.append(HoldOver(self._round.group))
+
+    def take(self) -> list[Effect]:
+        """Return what the node is to be told, after all else that has come of an event: the
+        round may end in consequence."""
+        told, self._for_node = self._for_node, []
+        return told
 
     def release(self, chunk: int, source: GroupId | None, result: Result) -> None:
         """Let a held chunk go; does nothing if it has gone.

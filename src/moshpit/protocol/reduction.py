@@ -191,6 +191,8 @@ class Reductions:
             return late
         if len(late) != 1 or not reduction.delivered:
             return []
-        allowed = config.laggard_factor * max(reduction.delivered.values()) + config.stall_s
+        # By its announced bandwidth it may be known to need longer than those that are there.
+        usual = max(*reduction.delivered.values(), state.needs_s(late[0]))
+        allowed = config.laggard_factor * usual + config.stall_s
         began = max(reduction.started, state.seating.present_at[late[0]])
         return late if now - began >= allowed else []

@@ -53,6 +53,15 @@ class Round:
         """The seats that sent something unusable: they contribute nothing more here."""
         self.ended = False
 
+    def needs_s(self, seat: int) -> float:
+        """Return how long a seat needs for what it sends, by the bandwidth that it has announced:
+        its slices of the others' parts, and its own part's mean to all (paper.md §3)."""
+        join, bounds = self.formed.joins[seat], self.ledger.bounds
+        if not join.bandwidth > 0:
+            return 0.0
+        share = (bounds[seat + 1] - bounds[seat]) / (bounds[-1] - bounds[0])
+        return (1 + max(0, self.seating.size - 2) * share) * join.vector_bytes / join.bandwidth
+
     def _first_ballot(self, part: int) -> int:
         ballots = range(self.seating.size)
         return next((b for b in ballots if self.seating.reducers >> self.reducer(part, b) & 1), 0)
