@@ -205,7 +205,7 @@ def test_on_one_machine_parts_stay_equal() -> None:
     numel = 200_000
     with real_swarm(numel) as swarm:
         swarm.start(3)
-        for _ in range(4):
+        for _ in range(3):
             results = swarm.average(swarm.peers)
             for result in results:
                 (only,) = result["rounds"]

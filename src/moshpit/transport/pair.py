@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final, final
 
+from moshpit.config import TransportConfig
 from moshpit.errors import RemoteError, WireError
 from moshpit.events import Notice
 from moshpit.transport.base import Flow, LinkStats
@@ -55,8 +56,8 @@ class BulkPair:
         self._context = context
         self._stats = stats
         self._stripes: list[Stripe] = []
-        self._ceiling = context.config.stripes_max
-        self._width = min(context.config.stripes_min, self._ceiling)
+        self._ceiling = _ceiling(context.config)
+        self._width = max(1, min(context.config.stripes_min, self._ceiling))
         self._look: asyncio.TimerHandle | None = None
         self._seen = (0, 0)  # segments sent, and sent again, at the last look
         self._lossy = 0  # looks in a row that found losses and no queue
@@ -161,7 +162,7 @@ class BulkPair:
 
     def control_renewed(self) -> None:
         """A new control connection: what was on its way on the old one may be lost."""
-        self._ceiling = self._context.config.stripes_max
+        self._ceiling = _ceiling(self._context.config)
         for stripe in self._stripes:
             stripe.control_renewed()
 
@@ -251,3 +252,7 @@ class BulkPair:
         if self._wanted:
             self._open_missing()
         self._context.handler.bulk_reset(self.peer)
+
+
+def _ceiling(config: TransportConfig) -> int:
+    return max(1, min(config.stripes_max, STRIPES_LIMIT))
