@@ -15,7 +15,8 @@ from moshpit.errors import LocalError
 from moshpit.identity.certificates import certificate_for, key_of_certificate, server_tls
 from moshpit.identity.keys import VERIFIED_MAX, KeySigner, PeerKey, peer_key, state_dir
 from moshpit.identity.tickets import RunKey
-from moshpit.types import PeerId, Role, short
+from moshpit.runtime.record import own_record
+from moshpit.types import Address, PeerId, Role, short
 from moshpit.wire.messages import Admission, GroupKey, Join, PeerRecord
 
 
@@ -101,25 +102,8 @@ def test_slots_belong_to_living_processes(tmp_path: Path) -> None:
 # --- signing --------------------------------------------------------------------------------
 
 
-def record_of(key: PeerKey, admission: Admission, role: str = "worker") -> PeerRecord:
-    return PeerRecord(
-        peer=key.peer,
-        incarnation=1,
-        version=2,
-        role=role,
-        addresses=(("127.0.0.1", 7),),
-        via=(),
-        up=0.0,
-        down=0.0,
-        schema=b"",
-        epoch=0,
-        samples=0.0,
-        rate=0.0,
-        group_key=(),
-        step_s=0.0,
-        left=False,
-        admission=admission,
-    )
+def record_of(key: PeerKey, admission: Admission, role: Role = Role.WORKER) -> PeerRecord:
+    return own_record(key.peer, role, (Address("127.0.0.1", 7),), admission)
 
 
 def test_signed_messages_verify_and_altered_ones_do_not() -> None:
@@ -157,14 +141,14 @@ def test_admission_needs_run_peer_and_role() -> None:
     clients = owner.invite(roles=(Role.CLIENT,)).ticket(())
     admission = clients.admit(key.peer)
     for _ in range(2):
-        assert judge.admitted(record_of(key, admission, "client"))
-        assert not judge.admitted(record_of(key, admission, "worker"))
-        assert not judge.admitted(record_of(other, admission, "client"))
+        assert judge.admitted(record_of(key, admission, Role.CLIENT))
+        assert not judge.admitted(record_of(key, admission, Role.WORKER))
+        assert not judge.admitted(record_of(other, admission, Role.CLIENT))
         assert not KeySigner(other, RunKey.generate().run).admitted(
-            record_of(key, admission, "client")
+            record_of(key, admission, Role.CLIENT)
         )
         wider = msgspec.structs.replace(admission, roles=("worker", "client"))
-        assert not judge.admitted(record_of(key, wider, "worker"))
+        assert not judge.admitted(record_of(key, wider, Role.WORKER))
 
 
 def test_the_memory_of_signatures_is_bounded() -> None:

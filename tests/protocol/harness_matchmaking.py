@@ -7,12 +7,15 @@ import heapq
 import random
 from dataclasses import dataclass, field
 
+import msgspec
+
 from moshpit.config import MatchmakingConfig, RoundConfig
 from moshpit.protocol.hosting import ranked
 from moshpit.protocol.machine import Effect, GroupReady, LinkDown, Received, SeekFailed, Send, Tick
 from moshpit.protocol.matchmaking import JoinFields, Matchmaker
+from moshpit.runtime.record import own_record
 from moshpit.sim.signer import SIM_ADMISSION, SimSigner
-from moshpit.types import PeerId
+from moshpit.types import Address, PeerId, Role
 from moshpit.wire.framing import LENGTH, decode_message, encode_message
 from moshpit.wire.messages import GroupKey, PeerRecord
 
@@ -28,24 +31,8 @@ def peer_id(number: int) -> PeerId:
 
 def record(peer: PeerId, role: str = "worker", schema: bytes = SCHEMA) -> PeerRecord:
     """Return a live peer's record."""
-    return PeerRecord(
-        peer=peer,
-        incarnation=0,
-        version=1,
-        role=role,
-        addresses=() if role == "client" else (("127.0.0.1", 1),),
-        via=(),
-        up=1e7,
-        down=1e7,
-        schema=schema,
-        epoch=0,
-        samples=0.0,
-        rate=1.0,
-        group_key=(),
-        step_s=0.0,
-        left=False,
-        admission=SIM_ADMISSION,
-    )
+    made = own_record(peer, Role(role), (Address("127.0.0.1", 1),), SIM_ADMISSION, 1e7)
+    return msgspec.structs.replace(made, incarnation=0, schema=schema, rate=1.0)
 
 
 class StaticView:

@@ -24,8 +24,9 @@ from moshpit.protocol.machine import (
 )
 from moshpit.protocol.membership import Membership
 from moshpit.protocol.view import Status
+from moshpit.runtime.record import own_record
 from moshpit.sim.signer import SIM_ADMISSION, SimSigner
-from moshpit.types import PeerId
+from moshpit.types import Address, PeerId, Role
 from moshpit.wire.messages import Ack, Gossip, Message, News, PeerRecord, Ping
 
 QUIET = MembershipConfig(exchange_interval_s=1e6)  # no exchanges of digests in between
@@ -37,25 +38,10 @@ def peer_id(number: int) -> PeerId:
 
 
 def record_of(number: int, **fields: Any) -> PeerRecord:
-    record = PeerRecord(
-        peer=peer_id(number),
-        incarnation=0,
-        version=0,
-        role="worker",
-        addresses=((f"10.0.{number // 250}.{number % 250 + 1}", 7000),),
-        via=(),
-        up=1e8,
-        down=1e8,
-        schema=b"schema..",
-        epoch=0,
-        samples=0.0,
-        rate=0.0,
-        group_key=(),
-        step_s=0.0,
-        left=False,
-        admission=SIM_ADMISSION,
-    )
-    return msgspec.structs.replace(record, **fields)
+    address = Address(f"10.0.{number // 250}.{number % 250 + 1}", 7000)
+    record = own_record(peer_id(number), Role.WORKER, (address,), SIM_ADMISSION, 1e8)
+    usual = {"incarnation": 0, "version": 0, "schema": b"schema.."}
+    return msgspec.structs.replace(record, **(usual | fields))
 
 
 def signed(record: PeerRecord) -> PeerRecord:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 from rich.console import Console
@@ -31,12 +30,7 @@ class View(Protocol):
 
     def __enter__(self) -> View: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
 
     def say(self, text: str) -> None:
         """Show one line that stays."""
@@ -58,12 +52,7 @@ class PlainView:
     def __enter__(self) -> PlainView:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
     def say(self, text: str) -> None:
@@ -97,13 +86,8 @@ class LiveView:
         self._live.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._live.__exit__(kind, error, traceback)
+    def __exit__(self, *error: object) -> None:
+        self._live.stop()
 
     def say(self, text: str) -> None:
         """Print it above the table."""
