@@ -18,6 +18,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from moshpit.cli import bench_worker
 from moshpit.cli.app import app
 from moshpit.cli.bench_links import Links, bucket, check_root, namespaces
 from moshpit.cli.bench_processes import Processes
@@ -86,6 +87,7 @@ def plan(**changes: object) -> Plan:
         "plaintext": False,
         "preset": "lan",
         "link_mbit": (),
+        "told": True,
         "loss_percent": 0.0,
         "rounds": 2,
         "warmup": 1,
@@ -262,6 +264,7 @@ def test_a_codec_may_lose_what_it_loses(codec: str, least: float, most: float) -
         (["--link-mbit", "nan"], "--link-mbit 'nan': write numbers"),
         (["--link-mbit", "1,2,3"], "3 numbers for 4 peers; give one, or 4"),
         (["--loss", "1"], "--loss needs --link-mbit"),
+        (["--untold"], "--untold needs --link-mbit"),
         (["--json", "no/such/x.json"], "there is no folder"),
         (
             ["--compare", "hivemind", "--hivemind-python", "no/python"],
@@ -319,6 +322,15 @@ def test_no_process_and_none_of_its_children_is_left() -> None:
         with pytest.raises(LocalError, match="slow did not come to 'joined' in time"):
             process.expect("joined", time.monotonic() + 0.05)
     gone(event["pid"])
+
+
+def test_a_process_ends_with_the_benchmark_that_started_it() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-P", bench_worker.__file__], stdin=subprocess.PIPE
+    ) as worker:
+        assert worker.stdin is not None
+        worker.stdin.close()  # as the kernel does for one that was killed
+        assert worker.wait(PATIENCE_S) != 0
 
 
 def gone(*pids: int) -> None:

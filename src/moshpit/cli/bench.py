@@ -87,6 +87,12 @@ def averaging(  # noqa: PLR0917 - typer reads the parameters
             "them. The peers are told their bandwidth. Without it: loopback.",
         ),
     ] = None,
+    untold: Annotated[
+        bool,
+        typer.Option(
+            "--untold", help="Do not tell the peers their bandwidth: they have to measure it."
+        ),
+    ] = False,
     loss: Annotated[
         float,
         typer.Option(
@@ -143,6 +149,7 @@ def averaging(  # noqa: PLR0917 - typer reads the parameters
         plaintext=plaintext,
         preset=preset,
         link_mbit=_speeds(link_mbit, peers),
+        told=not untold,
         loss_percent=loss,
         rounds=rounds,
         warmup=warmup,
@@ -203,6 +210,8 @@ def _check(plan: Plan, json: Path | None) -> None:
         raise ConfigError(f"--json {json}: there is no folder {json.resolve().parent}")
     if plan.loss_percent and not plan.link_mbit:
         raise ConfigError("--loss needs --link-mbit: the loopback loses nothing")
+    if not plan.told and not plan.link_mbit:
+        raise ConfigError("--untold needs --link-mbit: on loopback nobody is told a bandwidth")
     if plan.link_mbit:
         check_root(loss=plan.loss_percent > 0)
     check_rivals(plan.compare, plan.hivemind_python)

@@ -98,6 +98,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
             for.
         vector_bytes: of the float32 vector.
         link_mbit: of each peer; empty on loopback.
+        told: whether the peers were told so.
         loss_percent: of the packets that arrive at each peer.
         rival_rows: the rows of gloo's grid; 1 if it averages in one group.
         limit_s: the least time that the links allow; None on loopback.
@@ -117,6 +118,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     plaintext: bool
     preset: str
     link_mbit: list[float]
+    told: bool
     loss_percent: float
     rounds: int
     warmup: int
@@ -164,6 +166,7 @@ def result_of(plan: Plan, where: Machine, measured: Mapping[str, Sequence[Round]
         plaintext=plan.plaintext,
         preset=plan.preset,
         link_mbit=list(plan.link_mbit),
+        told=plan.told and bool(plan.link_mbit),
         loss_percent=plan.loss_percent,
         rounds=plan.rounds,
         warmup=plan.warmup,

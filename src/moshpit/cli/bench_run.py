@@ -43,6 +43,7 @@ class Plan:
     plaintext: bool
     preset: str
     link_mbit: tuple[float, ...]
+    told: bool
     loss_percent: float
     rounds: int
     warmup: int
@@ -205,7 +206,7 @@ class _Crew:
             group_size=plan.group_size,
             codec=plan.codec,
             schedule=plan.schedule,
-            bandwidth_mbit=plan.link_mbit[index] if plan.link_mbit else None,
+            bandwidth_mbit=plan.link_mbit[index] if plan.link_mbit and plan.told else None,
         )
 
     def _all(self, kind: str, deadline: float) -> list[Event]:
