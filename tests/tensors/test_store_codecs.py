@@ -7,7 +7,7 @@ import torch
 
 from moshpit.tensors.codecs import CODECS, Codec, ErrorFeedback, codec_named
 from moshpit.tensors.layout import ChunkPlan
-from moshpit.tensors.store import RoundStore
+from moshpit.tensors.store import Encoding, RoundStore
 from moshpit.types import GroupId
 from moshpit.wire.framing import ChunkHeader, ChunkKind
 
@@ -22,10 +22,12 @@ def store(
     *,
     in_place: bool = False,
     feedback: ErrorFeedback | None = None,
+    exact: int = 0,
 ) -> RoundStore:
     local = torch.randn(PLAN.numel, generator=torch.Generator().manual_seed(seed))
     result = local if in_place else torch.empty(PLAN.numel)
-    return RoundStore(local, result, PLAN, codec, feedback=feedback)
+    encoding = Encoding.without_own() if codec is None else codec
+    return RoundStore(local, result, PLAN, encoding, feedback=feedback, exact=exact)
 
 
 def deliver(encoded: tuple[Codec, memoryview], target: RoundStore, chunk: int, mass: float) -> None:
@@ -132,6 +134,15 @@ def test_what_is_lost_comes_with_the_next_round() -> None:
         return total.norm().item()
 
     assert drift([ErrorFeedback(PLAN.numel) for _ in range(3)]) < 0.3 * drift([None] * 3)
+
+
+def test_the_head_can_be_exact() -> None:
+    peers = [store(seed, codec_named("int4"), exact=2) for seed in range(3)]
+    exact = torch.stack([p.local for p in peers]).mean(0)
+    average(peers, [1.0, 1.0, 1.0])
+    head = slice(0, 2 * PLAN.chunk_numel)
+    assert torch.allclose(peers[1].result[head], exact[head], rtol=1e-6, atol=1e-7)
+    assert not torch.allclose(peers[1].result, exact, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("number", [200, 255])

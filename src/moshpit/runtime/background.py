@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import torch
+
 from moshpit.errors import ClosedError
 
 T = TypeVar("T")
@@ -36,9 +38,17 @@ class NetworkThread:
     def __init__(self, name: str) -> None:
         self._loop = new_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._single = threading.Event()
+        threads = torch.get_num_threads()
         self._thread.start()
+        self._single.wait()
+        torch.set_num_threads(threads)  # what new threads get; the loop's keeps its own
 
     def _run(self) -> None:
+        # Chunks are small: more threads for each of them would only take them from training.
+        torch.get_num_threads()  # makes this thread's setting, which the next line changes
+        torch.set_num_threads(1)
+        self._single.set()
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()

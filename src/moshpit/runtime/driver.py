@@ -48,7 +48,7 @@ from moshpit.runtime.jobs import Averaging
 from moshpit.runtime.rounds import Rounds
 from moshpit.tensors.layout import ChunkPlan
 from moshpit.transport.base import Transport
-from moshpit.types import Address, GroupId, PeerId, Role
+from moshpit.types import Address, PeerId, Role
 from moshpit.wire.framing import ChunkHeader
 from moshpit.wire.messages import HELP_MESSAGES, Admission, AnyMessage, PeerRecord
 
@@ -316,8 +316,8 @@ class Driver:
     def _course(self, effect: Effect) -> None:
         """Effects about the course of an averaging."""
         match effect:
-            case GroupReady(formed=formed, source=source):
-                self._rounds.open(GroupId(formed.group), source, formed.key.span)
+            case GroupReady(formed=formed, seat=seat, source=source):
+                self._rounds.open(formed, seat, source)
                 self._idle.clear()
                 self._link.start()
             case CloseRound(group=group):

@@ -8,9 +8,11 @@ import torch
 
 from moshpit.errors import LocalError, MoshpitError, WaitTimeoutError
 from moshpit.events import EpochReport, RoundReport
+from moshpit.runtime.autocodec import AutoCodec
 from moshpit.tensors.codecs import Codec, ErrorFeedback
 from moshpit.tensors.layout import ChunkPlan
-from moshpit.tensors.store import RoundStore
+from moshpit.tensors.store import Encoding, RoundStore
+from moshpit.wire.messages import GroupFormed
 
 
 class Averaging:
@@ -21,27 +23,31 @@ class Averaging:
     Args:
         vector: the snapshot; float32, one-dimensional.
         plan: how it is cut.
-        codec: how contributions are encoded; None if there is no own value.
+        codec: how contributions are encoded, or what to choose from; None if there is no own
+            value.
         in_place: the means take the place of the snapshot, so that no second vector is needed.
         lent: the vectors are used for something else as soon as the averaging has ended.
         feedback: what earlier averagings have lost of this peer's contributions.
+        exact_head: so many numbers at the beginning must not lose anything to the codec.
     """
 
     def __init__(
         self,
         vector: torch.Tensor,
         plan: ChunkPlan,
-        codec: Codec | None,
+        codec: Codec | AutoCodec | None,
         *,
         in_place: bool = False,
         lent: bool = False,
         feedback: ErrorFeedback | None = None,
+        exact_head: int = 0,
     ) -> None:
         self.plan = plan
         self.in_place = in_place
         self.lent = lent
         self.codec = codec
         self.feedback = feedback
+        self.exact = -(-exact_head // plan.chunk_numel)
         self.current = vector
         """The value after the rounds so far; the network thread's until `done`."""
         self.stores: list[RoundStore] = []
@@ -87,6 +93,14 @@ class Averaging:
                 "not limit the wait; every round has a deadline of its own"
             )
         return self.report
+
+    def encoding(self, formed: GroupFormed, seat: int) -> Encoding:
+        """Return how this peer encodes in a group."""
+        if self.codec is None:
+            return Encoding.without_own()
+        if isinstance(self.codec, AutoCodec):
+            return self.codec.choose(formed, seat, 4 * self.plan.numel)
+        return Encoding.uniform(self.codec)
 
     def remember_losses(self, report: RoundReport) -> None:
         """The first round has ended: keep what its codec has lost of what is in the means."""

@@ -33,6 +33,7 @@ from moshpit.tensors.store import Buffers, RoundStore
 from moshpit.transport.base import Transport
 from moshpit.types import GroupId, PeerId
 from moshpit.wire.framing import ChunkHeader
+from moshpit.wire.messages import GroupFormed
 
 SETTLE_S: Final = 0.05  # guess: about as long as copying 200 MB takes
 SETTLE_SHARE: Final = 0.25  # guess: of the time that the averaging took
@@ -113,20 +114,29 @@ class Rounds:
 
     # --- rounds ---------------------------------------------------------------------------
 
-    def open(self, group: GroupId, source: GroupId | None, span: tuple[int, ...]) -> None:
+    def open(self, formed: GroupFormed, seat: int, source: GroupId | None) -> None:
         """Make room for a round.
 
         Args:
-            group: its id.
+            formed: its announcement.
+            seat: this peer's.
             source: for a column of the torus, the row: its means are averaged further, where
                 they are; its store takes them over chunk by chunk (`RoundStore.adopt`).
-            span: for a column, which chunks.
         """
-        job = self._job
+        job, group, span = self._job, GroupId(formed.group), formed.key.span
         assert job is not None
+        encoding = job.encoding(formed, seat)
         if source is not None:
             vector = self._live[source].store.result
-            store = RoundStore(vector, vector, job.plan, job.codec, self._buffers, span=span)
+            store = RoundStore(
+                vector,
+                vector,
+                job.plan,
+                encoding,
+                self._buffers,
+                span=span,
+                exact=job.exact,
+            )
             job.stores.append(store)
             self._live[group] = LiveRound(store, job)
             return
@@ -139,10 +149,11 @@ class Rounds:
             job.current,
             result,
             job.plan,
-            job.codec,
+            encoding,
             self._buffers,
             before=before,
             feedback=feedback,
+            exact=job.exact,
         )
         job.stores.append(store)
         self._live[group] = LiveRound(store, job)

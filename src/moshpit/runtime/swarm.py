@@ -10,18 +10,19 @@ import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-import msgspec
 import torch
 
 from moshpit.config import SwarmConfig
-from moshpit.errors import ClosedError, ConfigError, LayoutError, LocalError, WaitTimeoutError
+from moshpit.errors import ClosedError, ConfigError, LocalError, WaitTimeoutError
 from moshpit.events import EpochReport, Notice
 from moshpit.protocol.machine import Leave, Signer, View
+from moshpit.runtime.autocodec import codec_or_auto
 from moshpit.runtime.background import NetworkThread
+from moshpit.runtime.company import NUMEL_BYTES, SwarmStats, all_attached, check_others
 from moshpit.runtime.driver import Driver, Listeners
 from moshpit.runtime.jobs import Averaging
 from moshpit.runtime.record import advertised, own_record
-from moshpit.tensors.codecs import ErrorFeedback, codec_named
+from moshpit.tensors.codecs import ErrorFeedback
 from moshpit.tensors.layout import ChunkPlan, VectorLayout
 from moshpit.tensors.reduce import is_finite
 from moshpit.transport.base import Transport
@@ -32,32 +33,12 @@ log = logging.getLogger("moshpit")
 
 REPORT_INTERVAL_S = 0.5  # not sooner than anybody is told of it (ProgressConfig)
 REPORT_SHARE = 0.1  # guess: or when so much of an epoch was done since
-NUMEL_BYTES = 8
 DEFAULT_CODEC = "float32"
 NAMED_MAX = 8  # guess: so many peers are named in a message
 BEHIND_LINE_S = 10.0  # guess: a latecomer follows the swarm in several steps; one line tells it
 _QUIET = frozenset(
     {"peer-joined", "peer-left", "peer-suspected", "peer-back", "behind", "bulk-lost", "takeover"}
 )
-
-
-class SwarmStats(msgspec.Struct, frozen=True):
-    """Counts over a peer's life; bytes are payload bytes of chunks.
-
-    Attributes:
-        bytes_sent, bytes_received: payload of contributions and results.
-        rounds, rounds_partial, rounds_failed: by outcome, see `moshpit.Outcome`.
-        epochs: averagings that ended.
-        last_report: what the last of them did.
-    """
-
-    bytes_sent: int
-    bytes_received: int
-    rounds: int
-    rounds_partial: int
-    rounds_failed: int
-    epochs: int
-    last_report: EpochReport | None
 
 
 class Swarm:
@@ -176,8 +157,9 @@ class Swarm:
                 are read, not changed.
             weight: this peer's mass, at least 0; with 0 it only takes the mean.
             timeout_s: how long to wait at most.
-            codec: how this peer's numbers are written on the wire, such as ``"int8"``; peers
-                may choose differently. See docs/reference/codecs.md.
+            codec: how this peer's numbers are written on the wire, such as ``"float16"``, or
+                ``"auto"``: as its link and the others' ask for. Peers may differ. See
+                docs/reference/codecs.md.
 
         Returns:
             New tensors of the same shapes and dtypes, and what really happened.
@@ -237,7 +219,7 @@ class Swarm:
         layout = VectorLayout(tensors)
         if self.attach(layout.schema, layout.numel, self._target):
             # The others have just started, too: see what they average before we count them.
-            self._wait_for(_all_attached, self._config.matchmaking.window_s_first)
+            self._wait_for(all_attached, self._config.matchmaking.window_s_first)
         return layout
 
     def _flatten(self, layout: VectorLayout, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -266,7 +248,7 @@ class Swarm:
         lent: bool = False,
     ) -> Averaging:
         assert self._plan is not None
-        job = Averaging(vector, self._plan, codec_named(codec), in_place=in_place, lent=lent)
+        job = Averaging(vector, self._plan, codec_or_auto(codec), in_place=in_place, lent=lent)
         self._begin(job, vector, weight, None, always_weighs=True)
         if not lent:
             self._last_flat = job
@@ -308,7 +290,7 @@ class Swarm:
         plan = ChunkPlan.of(numel, self._config.transport)
 
         async def attach() -> None:
-            _check_others(self._driver.node.view, self.peer_id, wire_schema)
+            check_others(self._driver.node.view, self.peer_id, wire_schema)
             self._driver.attach(wire_schema, samples_per_epoch, epoch)
 
         self._thread.call(attach())
@@ -359,6 +341,9 @@ class Swarm:
         codec: str = DEFAULT_CODEC,
         feedback: ErrorFeedback | None = None,
         in_place: bool = False,
+        differences: bool = False,
+        hidden_s: float = 0.0,
+        exact_head: int = 0,
     ) -> Averaging:
         """Average a snapshot while training goes on. One at a time.
 
@@ -370,6 +355,10 @@ class Swarm:
             feedback: keeps what the codec loses, and adds it the next time; of this vector's
                 length, and used for one averaging at a time.
             in_place: the mean takes the vector's place, so that no second one is needed.
+            differences: these are gradients or differences, so that ``"auto"`` may compress harder.
+            hidden_s: how long ``"auto"`` may let it take, as nobody waits for it.
+            exact_head: so many numbers at the beginning lose nothing to the codec; the same
+                for all peers.
 
         Raises:
             LayoutError, ConfigError: a vector or weight that cannot be averaged.
@@ -380,9 +369,10 @@ class Swarm:
         job = Averaging(
             vector,
             self._plan,
-            codec_named(codec),
+            codec_or_auto(codec, differences=differences, hidden_s=hidden_s),
             in_place=in_place,
             feedback=feedback if weight > 0 else None,
+            exact_head=exact_head,
         )
         self._begin(job, vector, weight, self.epoch, always_weighs=False)
         return job
@@ -482,22 +472,3 @@ class Swarm:
         who = f" {short(notice.peer)}" if notice.peer is not None else ""
         detail = f": {notice.detail}" if notice.detail else ""
         log.log(level, "%s%s%s", notice.code, who, detail)
-
-
-def _all_attached(view: View) -> bool:
-    records = [view.record(peer) for peer in view.live]
-    return all(r.schema or not Role(r.role).trains for r in records if r is not None)
-
-
-def _check_others(view: View, me: PeerId, schema: bytes) -> None:
-    """Refuse to average what nobody else does: two models in one run never meet."""
-    records = [view.record(peer) for peer in view.live if peer != me]
-    others = [r for r in records if r is not None and r.schema]
-    if others and all(r.schema != schema for r in others):
-        theirs = int.from_bytes(others[0].schema[-NUMEL_BYTES:], "little")
-        raise LayoutError(
-            f"peer {short(others[0].peer)} averages {theirs} numbers, this peer "
-            f"{int.from_bytes(schema[-NUMEL_BYTES:], 'little')}, or tensors of other names, shapes "
-            "or dtypes, or gradients at other parameters; start all peers of a run with the same "
-            "model and strategy (and, for GradientAveraging, the same seed or checkpoint)"
-        )

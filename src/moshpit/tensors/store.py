@@ -17,6 +17,7 @@ still be able to serve is copied aside chunk by chunk, only while somebody may a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Final
 
@@ -62,6 +63,35 @@ class Buffers:
 
 
 @dataclass(frozen=True, slots=True)
+class Encoding:
+    """Which codecs a peer uses in a round.
+
+    Attributes:
+        bounds: rising; contribution codec j is for the chunks from number j up to number j + 1.
+        contributions: at least one.
+        result: for results; None: as the contributions came.
+    """
+
+    bounds: tuple[int, ...]
+    contributions: tuple[Codec, ...]
+    result: Codec | None
+
+    @classmethod
+    def uniform(cls, codec: Codec) -> Encoding:
+        """Return one codec for all chunks."""
+        return cls((0,), (codec,), codec.result_codec)
+
+    @classmethod
+    def without_own(cls) -> Encoding:
+        """Return what a peer uses that has no value of its own."""
+        return cls((0,), (_EXACT,), None)
+
+    def contribution(self, chunk: int) -> Codec:
+        """Return the codec for a contribution to a chunk."""
+        return self.contributions[bisect_right(self.bounds, chunk) - 1]
+
+
+@dataclass(frozen=True, slots=True)
 class _Arrived:
     codec: Codec
     buffer: memoryview
@@ -76,12 +106,12 @@ class RoundStore:
         result: where the round's means go, of the same kind; may be ``local`` itself. Until
             `finish`, its content means something only in chunks that were finalized or taken.
         plan: how they are cut.
-        codec: how contributions are encoded, and results as its ``result_codec``; None for
-            who has no value of its own: its results go out as the contributions came.
+        encoding: how contributions and results are encoded, or the codec of both.
         buffers: memory for what arrives; shared by the rounds of a peer.
         before: the round before in the same averaging, if it has left its result in ``result``.
         span: the chunks (from, up to) that the round is about; (): all.
         feedback: what earlier rounds have lost of this peer's contributions, if that is kept.
+        exact: so many chunks at the beginning are float32 whatever the codec.
 
     Attributes:
         local, result: the vectors.
@@ -93,20 +123,24 @@ class RoundStore:
         local: torch.Tensor,
         result: torch.Tensor,
         plan: ChunkPlan,
-        codec: Codec | None,
+        encoding: Encoding | Codec,
         buffers: Buffers | None = None,
         *,
         before: RoundStore | None = None,
         span: tuple[int, ...] = (),
         feedback: ErrorFeedback | None = None,
+        exact: int = 0,
     ) -> None:
         assert local.shape == result.shape == (plan.numel,), "vectors of another plan"
         self.local = local.detach()
         self.result = result.detach()
         self._in_place = local.data_ptr() == result.data_ptr()
         self._plan = plan
-        self._codec = codec
+        if not isinstance(encoding, Encoding):
+            encoding = Encoding.uniform(encoding)
+        self._encoding = encoding
         self._feedback = feedback
+        self._exact = exact
         self._before = before
         self._span = span
         self.closed = False
@@ -128,7 +162,8 @@ class RoundStore:
         more, because this peer has the result."""
         if self._gone or (self._in_place and chunk in self._have):
             return None
-        codec, values = self._codec or _EXACT, self._local(chunk)
+        codec = _EXACT if chunk < self._exact else self._encoding.contribution(chunk)
+        values = self._local(chunk)
         if self._feedback is not None:
             return codec, self._feedback.encode(codec, self._plan.slice(chunk), values)
         return codec, codec.encode(values)
@@ -207,7 +242,7 @@ class RoundStore:
     def accumulate(self, chunk: int, mass: float, buffer: memoryview) -> None:
         """Add a contribution that has arrived."""
         arrived = self._values(buffer)
-        if self._codec is None:
+        if self._encoding.result is None:
             self._came_in[chunk] = arrived.codec.result_codec
         if self._add(chunk, arrived.values, mass):
             return
@@ -242,8 +277,8 @@ class RoundStore:
         place = self._place(chunk)
         total.mean_into(place)
         self.reset(chunk)
-        if self._codec is not None:
-            self._came_in[chunk] = self._codec.result_codec
+        if self._encoding.result is not None:
+            self._came_in[chunk] = _EXACT if chunk < self._exact else self._encoding.result
         codec = self._came_in.get(chunk, _EXACT)
         if not codec.in_place:
             payload = codec.encode(place)

@@ -1,0 +1,51 @@
+"""What a peer makes of the others: whether they average the same, and what came of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moshpit.errors import LayoutError
+from moshpit.events import EpochReport
+from moshpit.protocol.machine import View
+from moshpit.types import PeerId, Role, short
+
+NUMEL_BYTES = 8
+
+
+class SwarmStats(msgspec.Struct, frozen=True):
+    """Counts over a peer's life; bytes are payload bytes of chunks.
+
+    Attributes:
+        bytes_sent, bytes_received: payload of contributions and results.
+        rounds, rounds_partial, rounds_failed: by outcome, see `moshpit.Outcome`.
+        epochs: averagings that ended.
+        last_report: what the last of them did.
+    """
+
+    bytes_sent: int
+    bytes_received: int
+    rounds: int
+    rounds_partial: int
+    rounds_failed: int
+    epochs: int
+    last_report: EpochReport | None
+
+
+def all_attached(view: View) -> bool:
+    """Whether everybody who trains has said what it averages."""
+    records = [view.record(peer) for peer in view.live]
+    return all(r.schema or not Role(r.role).trains for r in records if r is not None)
+
+
+def check_others(view: View, me: PeerId, schema: bytes) -> None:
+    """Refuse to average what nobody else does: two models in one run never meet."""
+    records = [view.record(peer) for peer in view.live if peer != me]
+    others = [r for r in records if r is not None and r.schema]
+    if others and all(r.schema != schema for r in others):
+        theirs = int.from_bytes(others[0].schema[-NUMEL_BYTES:], "little")
+        raise LayoutError(
+            f"peer {short(others[0].peer)} averages {theirs} numbers, this peer "
+            f"{int.from_bytes(schema[-NUMEL_BYTES:], 'little')}, or tensors of other names, shapes "
+            "or dtypes, or gradients at other parameters; start all peers of a run with the same "
+            "model and strategy (and, for GradientAveraging, the same seed or checkpoint)"
+        )
