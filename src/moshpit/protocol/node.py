@@ -332,13 +332,15 @@ class Node:
     def _climbed(self, climb: Climb, new: list[Effect], effects: list[Effect], now: float) -> None:
         """The column wants something done; let the row go on with what it has brought."""
         row = climb.row
-        at = next((i for i, e in enumerate(new) if isinstance(e, RoundEnded)), len(new))
+        # The report first: the row may end with this. Its memory is freed (`CloseRound`) last.
+        ends = next((i for i, e in enumerate(new) if isinstance(e, RoundEnded)), None)
+        at = len(new) if ends is None else ends + 1
         self._absorb(new[:at], effects, now)
         found = climb.found()
         if found:
             self._pass_on(row, row.machine.release(found, now), effects, now)
         self._absorb(new[at:], effects, now)
-        if at < len(new) and not row.machine.ended:
+        if ends is not None and not row.machine.ended:
             self._pass_on(row, row.machine.release_all(now), effects, now)
 
     def _stop_climb(self, climb: Climb, effects: list[Effect], now: float) -> None:
