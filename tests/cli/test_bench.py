@@ -236,7 +236,8 @@ def test_a_wrong_round_is_a_failure(wrong: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "least", "most"), [("float16", 5e-4, 5e-3), ("int8", 4e-3, 0.05)]
+    ("codec", "least", "most"),
+    [("float16", 5e-4, 5e-3), ("int8", 4e-3, 0.05), ("auto", 5e-4, 5e-3)],
 )
 def test_a_codec_may_lose_what_it_loses(codec: str, least: float, most: float) -> None:
     once = tolerance_of(plan(codec=codec))

@@ -58,7 +58,9 @@ def averaging(  # noqa: PLR0917 - typer reads the parameters
     ] = 64.0,
     codec: Annotated[
         str,
-        typer.Option(metavar="C", help="How numbers travel: float32, int8, …; rivals' as float32."),
+        typer.Option(
+            metavar="C", help="How numbers travel: float32, int8, …, auto. Rivals' as float32."
+        ),
     ] = "float32",
     schedule: Annotated[
         Schedule | None,
@@ -198,9 +200,9 @@ def _check(plan: Plan, json: Path | None) -> None:
     """Say what makes no sense before anything is started."""
     from moshpit.cli.bench_links import check_root
     from moshpit.cli.bench_rivals import check_rivals
-    from moshpit.tensors.codecs import codec_named
+    from moshpit.runtime.autocodec import codec_or_auto
 
-    codec_named(plan.codec)
+    codec_or_auto(plan.codec)
     if not 0 < plan.mb <= MB_MAX:
         raise ConfigError(f"--mb {plan.mb:g}: choose more than 0 and at most {MB_MAX:g}")
     limit = settings_of(plan.preset).matchmaking.group_size_limit

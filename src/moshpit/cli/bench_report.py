@@ -19,6 +19,7 @@ from moshpit.cli.bench_rivals import MOSHPIT
 from moshpit.cli.bench_run import Plan, Round
 from moshpit.cli.bench_worker import SLICE, coefficients, expected, fill
 from moshpit.cli.parse import human_bytes, human_s
+from moshpit.runtime.autocodec import AutoCodec, codec_or_auto
 from moshpit.tensors.codecs import codec_named
 
 TOLERANCE = 1e-5
@@ -248,20 +249,25 @@ def failures_of(plan: Plan, measured: Mapping[str, Sequence[Round]]) -> list[str
 def tolerance_of(plan: Plan) -> float:
     """Return how far a mean may be off, relative to its largest number.
 
-    With e the most that the codec changes any of the peers' values: contributions are off by at
-    most e, and so is their mean, which is then encoded again; so 2e for each axis of the grid.
+    With e the most that the codec changes any of the peers' values (or any that "auto" chooses
+    from): contributions are off by at most e, and so is their mean, which is then encoded
+    again; so 2e for each axis of the grid.
     Codecs that leave out most numbers have an e as large as the values: with them only the
     reports say whether everybody is in.
     """
-    codec = codec_named(plan.codec)
-    if codec.name == "float32":
+    chosen = codec_or_auto(plan.codec)
+    names = chosen.names if isinstance(chosen, AutoCodec) else (chosen.name,)
+    codecs = [codec_named(name) for name in names]
+    if all(codec.in_place for codec in codecs):
         return TOLERANCE
     values, number = torch.empty(SLICE), 0
     changed = 0.0
     pairs = [coefficients(index, number) for index in range(plan.peers)]
     for a, b in pairs:
         fill(values, a, b)
-        changed = max(changed, (codec.decode(codec.encode(values)) - values).abs().max().item())
+        for codec in codecs:
+            off = (codec.decode(codec.encode(values)) - values).abs().max().item()
+            changed = max(changed, off)
     a, b = expected(plan.peers, number)
     axes = 1
     while plan.group_size**axes < plan.peers:
