@@ -192,6 +192,13 @@ def test_a_manifest_that_makes_no_sense_is_refused(wrong: dict[str, object]) -> 
         Manifest.decode(manifest.encode())
 
 
+def test_nobody_sets_how_much_memory_is_taken() -> None:
+    manifest = image_of(some_tensors()).manifest
+    assert Manifest.decode(manifest.encode(), size_max=manifest.size) == manifest
+    with pytest.raises(StateError, match="make no sense"):
+        Manifest.decode(manifest.encode(), size_max=manifest.size - 1)
+
+
 def test_a_manifest_that_is_nested_too_deeply_is_refused() -> None:
     deep = b'{"digest":"AA==","manifest":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     with pytest.raises(StateError):

@@ -489,12 +489,15 @@ def test_a_state_that_has_no_form_stops_at_the_first_checkpoint(trainer: Train) 
         training.step()
 
 
-def test_what_makes_no_sense_is_said(trainer: Train) -> None:
+def test_what_makes_no_sense_is_said(trainer: Train, tmp_path: Path) -> None:
     for options in ({"every": 0}, {"keep": 0}):
         with pytest.raises(ConfigError, match="1 or more"):
             moshpit.Checkpoint("x", **options)
     with pytest.raises(LocalError, match=r"give the checkpoint to a moshpit\.Optimizer"):
         moshpit.Checkpoint("x").save()
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"cannot be read: .*Not a directory"):
+        trainer(tmp_path / "file")
     training = trainer()
     with pytest.raises(ConfigError, match="already belongs"):
         training.checkpoint.attach(training.optimizer, training.model, OWNER)

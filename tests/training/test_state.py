@@ -221,6 +221,29 @@ def test_other_groups_are_said() -> None:
         state.restore(two, model)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"groups": None},
+        {"groups": [1]},
+        {"groups": [{"params": 3}]},
+        {"model": []},
+        {"model": {}},
+        {"optimizer": None},
+        {"optimizer": {"state": 5}},
+        {"optimizer": {"state": {"$dict": [[0, 7]]}}},
+        {"kind": 5},
+    ],
+)
+def test_contents_that_make_no_sense_are_an_error_of_ours(wrong: dict[str, Any]) -> None:
+    model = a_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = TrainingState.capture(optimizer, model, epoch=0)
+    state = TrainingState(0, state.tensors, state.contents | wrong)
+    with pytest.raises(StateError):
+        state.restore(optimizer, model)
+
+
 # --- with a swarm --------------------------------------------------------------------------
 
 

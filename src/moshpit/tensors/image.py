@@ -91,8 +91,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return _encode(_Sealed(content_hash(body), msgspec.Raw(body)))
 
     @classmethod
-    def decode(cls, data: bytes) -> Manifest:
+    def decode(cls, data: bytes, size_max: int = STATE_BYTES_MAX) -> Manifest:
         """Read what `encode` wrote; the data may be anybody's.
+
+        Args:
+            data: what came.
+            size_max: how long the stream may be at most; a `StateAssembler` takes so much memory.
 
         Raises:
             StateError: says what is wrong with it.
@@ -106,7 +110,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             manifest = msgspec.json.decode(sealed.manifest, type=Manifest)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise StateError(f"not a manifest: {error}") from error
-        manifest._check()
+        manifest._check(size_max)
         return manifest
 
     @property
@@ -118,10 +122,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the length of a chunk in bytes."""
         return min(self.chunk_bytes, self.size - chunk * self.chunk_bytes)
 
-    def _check(self) -> None:
+    def _check(self, size_max: int) -> None:
         if self.format != FORMAT:
             raise StateError(f"a state of format {self.format}; this version reads {FORMAT}")
-        if not 0 <= self.epoch < 1 << 63 or not 0 < self.size <= STATE_BYTES_MAX:
+        if not 0 <= self.epoch < 1 << 63 or not 0 < self.size <= size_max:
             raise StateError(f"epoch {self.epoch} and {self.size} bytes make no sense")
         if not CHUNK_BYTES_MIN <= self.chunk_bytes <= CHUNK_BYTES_MAX:
             raise StateError(f"chunks of {self.chunk_bytes} bytes make no sense")

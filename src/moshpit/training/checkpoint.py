@@ -167,16 +167,22 @@ class Checkpoint:
             owner: the peer's short name.
 
         Raises:
-            ConfigError: there was an optimizer already, or the strategy is another one.
+            ConfigError: there was an optimizer already, the strategy is another one, or the
+                directory cannot be read.
             StateError: there are checkpoints to resume from, and none can be used.
         """
         if self._optimizer is not None:
             raise ConfigError("this Checkpoint already belongs to an optimizer; make a new one")
         self._optimizer, self._model, self._owner = optimizer, model, owner
-        sweep(self.directory, owner)
+        try:
+            sweep(self.directory, owner)
+            here = saved_in(self.directory)
+            found = saved_in(self._resume, owner) if self._resume is not None else []
+        except OSError as error:
+            raise ConfigError(f"checkpoints cannot be read: {error}") from error
         if self._resume is not None:
-            self._load(self._resume)
-        elif saved_in(self.directory):
+            self._load(self._resume, found)
+        elif here:
             log.warning(
                 "%s holds checkpoints, and this run does not begin with them; to go on from the "
                 "newest: moshpit run --resume %s, or Checkpoint(..., resume=True)",
@@ -265,9 +271,8 @@ class Checkpoint:
 
     # --- resuming ---------------------------------------------------------------------------
 
-    def _load(self, directory: Path) -> None:
+    def _load(self, directory: Path, found: list[Saved]) -> None:
         assert self._optimizer is not None
-        found = saved_in(directory, self._owner)
         if not found:
             log.warning("no checkpoint in %s to resume from: starting anew", directory)
             return

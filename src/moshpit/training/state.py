@@ -196,10 +196,21 @@ class TrainingState:
         """Bring objects into this state; arguments as of `capture`.
 
         Raises:
-            StateError: as `check`; or something was added that the state knows nothing of.
+            StateError: as `check`; or something was added that the state knows nothing of; or
+                the optimizer's part of it makes no sense (then half of it may be restored).
             ConfigError: the strategy is another one.
         """
         self.check(optimizer, model)
+        try:
+            self._apply(optimizer, model)
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise StateError(f"it cannot be loaded: {error!r}") from error
+        for name, thing in (added or {}).items():
+            self.restore_added(name, thing)
+        if generators and "generators" in self.contents:
+            _set_generators(self._part("generators"))
+
+    def _apply(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
         state = self._part("optimizer") | {"param_groups": self._groups()}
         optimizer.load_state_dict(state)
         _keep_dtypes(optimizer, state)
@@ -211,10 +222,6 @@ class TrainingState:
             for name, parameter in _model_state(model, optimizer).items():
                 if name not in keys:
                     parameter.copy_(theirs[name])
-        for name, thing in (added or {}).items():
-            self.restore_added(name, thing)
-        if generators and "generators" in self.contents:
-            _set_generators(self._part("generators"))
 
     def restore_added(self, name: str, thing: Stateful) -> None:
         """Bring one of the things that were added into this state.
@@ -240,8 +247,11 @@ class TrainingState:
         return part  # pyright: ignore[reportUnknownVariableType]
 
     def _groups(self) -> list[dict[str, Any]]:
-        groups = read_tree(self.contents.get("groups"), self.tensors)
-        if not isinstance(groups, list):
+        groups: Any = read_tree(self.contents.get("groups"), self.tensors)
+        if not isinstance(groups, list) or not all(
+            isinstance(group, dict) and isinstance(group.get("params"), list)  # pyright: ignore
+            for group in groups  # pyright: ignore[reportUnknownVariableType]
+        ):
             raise StateError("it has no parameter groups")
         return groups  # pyright: ignore[reportUnknownVariableType]
 
