@@ -34,8 +34,9 @@ def average_once(swarm: RealSwarm, axes: int, rng: random.Random) -> bool:
         for peer in swarm.peers
     ]
     wanted = np.average(np.array(values, np.float64), axis=0, weights=weights)
+    # With the torus schedule, who takes nothing to a column has the row's round only.
+    assert max(len({r["axis"] for r in result["rounds"]}) for result in results) == axes
     for result in results:
-        assert len({r["axis"] for r in result["rounds"]}) == axes
         assert np.abs(np.array(result["values"]) - wanted).max() < 3e-6
     return True
 
