@@ -187,18 +187,17 @@ def peers(speeds: list[float], numel: int, rounds: int) -> Iterator[list[list[di
 def test_unequal_links_get_unequal_parts_and_nobody_was_told() -> None:
     if why := unable():
         pytest.skip(why)
-    speeds, numel = [100.0, 50.0, 20.0, 10.0], 1_000_000
+    speeds, numel = [200.0, 100.0, 40.0, 20.0], 1_000_000
     with peers(speeds, numel, rounds=3) as rounds:
         # Everybody sends (1 - w) + (M - 1) w of the vector.
         parts = [[(r["sent"] / (4 * numel) - 1) / 2 for r in each] for each in rounds]
-        assert parts[0] == pytest.approx([0.25] * 4, abs=0.05)
-        fast, good, slow, slowest = parts[2]
-        assert slowest < 0.05
-        assert slow < 0.25
-        assert fast + good > 0.7
-        told = [8 * r["up"] / 1e6 for r in rounds[2]]
-        assert told[2:] == pytest.approx([20.0, 10.0], rel=0.3)
-        assert min(told[:2]) > 25
+        best = partition.fractions(speeds, [True] * 4)
+        assert best is not None
+        cost = [partition.seconds(speeds, ps, 1.0, 1.0) for ps in [best, parts[0], parts[2]]]
+        assert cost[1] > 1.4 * cost[0]
+        assert cost[2] < 1.15 * cost[0]
+        # The fast links were never full. How fast they are nobody saw, and nobody needs to know.
+        assert 8 * rounds[2][3]["up"] / 1e6 == pytest.approx(20.0, rel=0.3)
 
 
 def test_on_one_machine_parts_stay_equal() -> None:

@@ -87,10 +87,8 @@ def _keep(windows: deque[float], moved: int, took_s: float) -> None:
 
 
 def _high(windows: deque[float]) -> float:
-    """A high one, but not the highest: that holds a burst, or what others had kept back."""
-    if len(windows) < 2:
-        return 0.0
-    return min(FAST, sorted(windows)[-2 - len(windows) // 10])
+    """The second highest: the highest may hold a burst, or what others had kept back."""
+    return min(FAST, sorted(windows)[-2]) if len(windows) > 1 else 0.0
 
 
 @final
