@@ -43,7 +43,7 @@ def test_waiting_in_vain_says_who_was_there(swarms: list[moshpit.Swarm]) -> None
 
 def test_an_averaging_that_takes_too_long_says_that_it_goes_on() -> None:
     vector = torch.zeros(4)
-    job = Averaging(vector, ChunkPlan.of(4, TransportConfig()))
+    job = Averaging(vector, ChunkPlan.of(4, TransportConfig()), None)
     with pytest.raises(WaitTimeoutError, match=r"within 0.01 s\. It goes on"):
         job.wait(0.01)
 

@@ -259,6 +259,11 @@ class Driver:
             )
         )
 
+    def filled(self, job: Averaging) -> None:
+        """More of an averaging's vector is there."""
+        if not self._closed:
+            self._rounds.filled(job)
+
     def _measured(self, up: float, down: float) -> None:
         self._run(self.node.measured(up, down, self._loop.time()))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
 from moshpit.errors import LocalError, MoshpitError, WaitTimeoutError
 from moshpit.events import EpochReport, RoundReport
 from moshpit.runtime.autocodec import AutoCodec
+from moshpit.runtime.filling import Filling
 from moshpit.tensors.codecs import Codec, ErrorFeedback
 from moshpit.tensors.layout import ChunkPlan
 from moshpit.tensors.store import Encoding, RoundStore
@@ -29,6 +31,8 @@ class Averaging:
         lent: the vectors are used for something else as soon as the averaging has ended.
         feedback: what earlier averagings have lost of this peer's contributions.
         exact_head: so many numbers at the beginning must not lose anything to the codec.
+        filled: the vector is not complete yet (`ready`); this is called, with the averaging,
+            when the network thread has to look at what has come.
     """
 
     def __init__(
@@ -41,8 +45,15 @@ class Averaging:
         lent: bool = False,
         feedback: ErrorFeedback | None = None,
         exact_head: int = 0,
+        filled: Callable[[Averaging], None] | None = None,
     ) -> None:
+        assert filled is None or not (in_place or lent), "the trainer writes to this vector"
         self.plan = plan
+        self.filling = Filling(plan) if filled is not None else None
+        self._filled = filled
+        self.landing: torch.Tensor | None = None
+        """Where the last round's means go, once that is under way; the network thread's but for
+        what `Filling.wait_for` has told to be there."""
         self.in_place = in_place
         self.lent = lent
         self.codec = codec
@@ -52,6 +63,8 @@ class Averaging:
         """The value after the rounds so far; the network thread's until `done`."""
         self.stores: list[RoundStore] = []
         """The bytes of its rounds, in order; the network thread's."""
+        self.first: RoundReport | None = None
+        """Of the first round, until its losses are remembered."""
         self._ended = threading.Event()
         self._report: EpochReport | None = None
         self._error: MoshpitError | None = None
@@ -94,6 +107,25 @@ class Averaging:
             )
         return self.report
 
+    def ready(self, start: int, stop: int) -> None:
+        """Say that the numbers [start, stop) of the vector are final; each of them once. From any
+        thread. The averaging does not end before all are."""
+        assert self.filling is not None, "this vector was complete"
+        assert self._filled is not None
+        if self.filling.fill(start, stop):
+            self._filled(self)
+
+    def means(self, start: int, stop: int) -> torch.Tensor:
+        """Block until the numbers [start, stop) of `mean` are known, and return them."""
+        assert self.filling is not None, "wait() for the end"
+        self.filling.wait_for(start, stop)
+        vector = self.landing if self.landing is not None and not self.done() else self.mean
+        return vector[start:stop]
+
+    def rank(self, chunk: int) -> int:
+        """Return which of its chunks go first: of what becomes ready bit by bit, those in front."""
+        return self.plan.place(chunk) if self.filling is not None else 0
+
     def encoding(self, formed: GroupFormed, seat: int) -> Encoding:
         """Return how this peer encodes in a group."""
         if self.codec is None:
@@ -102,9 +134,11 @@ class Averaging:
             return self.codec.choose(formed, seat, 4 * self.plan.numel)
         return Encoding.uniform(self.codec)
 
-    def remember_losses(self, report: RoundReport) -> None:
-        """The first round has ended: keep what its codec has lost of what is in the means."""
-        if self.feedback is not None:
+    def remember_losses(self) -> None:
+        """The first round has ended, and all of it is done: keep what its codec has lost of what is
+        in the means."""
+        report, self.first = self.first, None
+        if self.feedback is not None and report is not None:
             mine, missing = 1 << report.seat, set(report.missing)
             self.feedback.commit(
                 self.plan.slice(chunk)
@@ -124,9 +158,13 @@ class Averaging:
         """Called by the network thread, once."""
         self._report = report
         self._ended.set()
+        if self.filling is not None:
+            self.filling.end()
 
     def fail(self, error: MoshpitError) -> None:
         """Called by the network thread if there will be no report."""
         if not self._ended.is_set():
             self._error = error
             self._ended.set()
+            if self.filling is not None:
+                self.filling.end()

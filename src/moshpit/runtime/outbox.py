@@ -3,12 +3,17 @@
 What a bulk connection had accepted may be lost with it. So what was sent in rounds that are
 still under way is kept by name, and sent again over the next connection; who has it already
 drops it.
+
+Chunks go in the order in which they were put; those of an averaging whose vector fills while it
+is under way, in the order of the vector, since what is in front is needed first.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Final
 
 from moshpit.protocol.machine import SendContribution, SendResult
 from moshpit.runtime.jobs import Averaging
@@ -19,6 +24,7 @@ from moshpit.types import GroupId, PeerId
 from moshpit.wire.framing import ChunkHeader, ChunkKind
 
 Payload = SendContribution | SendResult
+_AGAIN: Final = -1  # before all else
 
 
 @dataclass(slots=True)
@@ -28,11 +34,13 @@ class LiveRound:
     Attributes:
         store: the values.
         job: the averaging that it belongs to.
+        last: its means are the averaging's.
         bytes_sent, bytes_received: payload bytes.
     """
 
     store: RoundStore
     job: Averaging
+    last: bool = False
     bytes_sent: int = 0
     bytes_received: int = 0
 
@@ -48,7 +56,8 @@ class Outbox:
     def __init__(self, transport: Transport, live: dict[GroupId, LiveRound]) -> None:
         self._transport = transport
         self._live = live
-        self._queues: dict[PeerId, deque[Payload]] = {}
+        self._queues: dict[PeerId, list[tuple[int, int, Payload]]] = {}  # heaps
+        self._counter = count()
         self._sent: dict[PeerId, list[Payload]] = {}
         self._full: set[PeerId] = set()  # links that will say when they take more
         self._ready: dict[PeerId, tuple[Payload, Codec, memoryview]] = {}  # encoded, not taken
@@ -56,7 +65,10 @@ class Outbox:
 
     def put(self, peer: PeerId, payload: Payload) -> None:
         """Send a chunk when the link takes it."""
-        self._queues.setdefault(peer, deque()).append(payload)
+        live = self._live.get(payload.group)
+        if live is None:
+            return
+        self._enqueue(peer, live.job.rank(payload.chunk), payload)
         if peer not in self._full:
             self.pump(peer)
 
@@ -65,20 +77,25 @@ class Outbox:
         self._full.discard(peer)
         queue = self._queues.get(peer)
         while queue:
-            item = queue[0]
+            first = heappop(queue)
+            item = first[2]
             live = self._live.get(item.group)
             if live is not None:
                 if not self._send(live, item):
+                    heappush(queue, first)
                     self._full.add(peer)
                     return
                 self._sent.setdefault(peer, []).append(item)
-            queue.popleft()
+
+    def _enqueue(self, peer: PeerId, rank: int, payload: Payload) -> None:
+        heappush(self._queues.setdefault(peer, []), (rank, next(self._counter), payload))
 
     def cancel(self, peer: PeerId, group: GroupId) -> None:
         """Forget what is queued for a peer in a round."""
         queue = self._queues.get(peer)
         if queue is not None:
-            self._queues[peer] = deque(item for item in queue if item.group != group)
+            queue[:] = [entry for entry in queue if entry[2].group != group]
+            heapify(queue)
 
     def forget(self, peer: PeerId) -> None:
         """Forget everything that is queued for a peer."""
@@ -91,7 +108,8 @@ class Outbox:
         """The bulk connection broke: what it had accepted may not have arrived."""
         sent = [item for item in self._sent.pop(peer, []) if item.group in self._live]
         if sent:
-            self._queues.setdefault(peer, deque()).extendleft(reversed(sent))
+            for item in sent:
+                self._enqueue(peer, _AGAIN, item)
             self.pump(peer)
 
     def close_round(self, group: GroupId) -> None:

@@ -7,6 +7,8 @@ stay until the node closes them, for groupmates that still ask.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -27,6 +29,7 @@ from moshpit.protocol.machine import (
     SendResult,
     TakeResult,
 )
+from moshpit.runtime.filling import Shipment
 from moshpit.runtime.jobs import Averaging
 from moshpit.runtime.outbox import LiveRound, Outbox
 from moshpit.tensors.store import Buffers, RoundStore
@@ -81,17 +84,30 @@ class Rounds:
         return msgspec.structs.replace(report, rounds=rounds)
 
     def finish(self, report: EpochReport) -> None:
-        """The averaging has ended: hand it out, lent vectors when nobody asks for them."""
+        """The averaging has ended: hand it out, lent vectors when nobody asks for them, one that
+        is still filled when that is done."""
         job, self._job = self._job, None
         if job is None:
             return
         self._ended = (job, report)
+        if job.filling is not None and not job.filling.complete:
+            return
         if job.settled or not job.lent:
             self._give_out()
         else:
             # Waiting is cheaper than copying only if it does not take longer.
             patience_s = max(SETTLE_S_MIN, 4 * job.plan.numel / COPIES_PER_S)
             self._loop.call_later(patience_s, self._give_back, job)
+
+    def filled(self, job: Averaging) -> None:
+        """More of a vector is there: do what was put off, and end what only waited for it."""
+        assert job.filling is not None
+        for deed in job.filling.filled():
+            deed()
+        if job.filling.complete:
+            job.remember_losses()
+            if self._ended is not None and self._ended[0] is job:
+                self._give_out()
 
     def _give_back(self, job: Averaging) -> None:
         """Some groupmates are slower: what they may ask for is copied, the vectors are free."""
@@ -157,38 +173,45 @@ class Rounds:
             exact=job.exact,
         )
         job.stores.append(store)
-        self._live[group] = LiveRound(store, job)
+        last = not formed.next_path[seat] and formed.columns is None
+        self._live[group] = LiveRound(store, job, last)
+        if last:
+            job.landing = store.result
 
     def close(self, group: GroupId) -> None:
         """Free what a round holds."""
         live = self._live.pop(group)
         live.store.close()
         self.outbox.close_round(group)
-        if self._ended is not None and self._ended[0].settled:
+        if self._ended is not None and self._ended[0].lent and self._ended[0].settled:
             self._give_out()
 
     def execute(self, effect: Effect) -> bool:
         """Do what an effect about payloads says; False if it is not about payloads."""
         match effect:
-            case SendContribution(peer=peer) | SendResult(peer=peer):
-                self.outbox.put(peer, effect)
+            case SendContribution() | SendResult():
+                self._send(effect)
             case Accumulate(chunk=chunk, mass=mass):
                 store, buffer = self._arrival()
                 store.accumulate(chunk, mass, buffer)
-            case TakeResult(chunk=chunk):
-                store, buffer = self._arrival()
-                store.take(chunk, buffer)
+            case TakeResult(group=group, chunk=chunk):
+                self._take(self._live[group], chunk)
             case AccumulateOwn(group=group, chunk=chunk, mass=mass):
-                self._live[group].store.accumulate_own(chunk, mass)
+                live = self._live[group]
+                _in_turn(live, chunk, partial(live.store.accumulate_own, chunk, mass), own=True)
             case ResetSum(group=group, chunk=chunk):
                 self._live[group].store.reset(chunk)
             case Finalize(group=group, chunk=chunk, mass=mass):
-                self._live[group].store.finalize(chunk, mass)
+                live = self._live[group]
+                _in_turn(live, chunk, partial(_finalize, live, chunk, mass))
             case AdoptResult(group=group, source=source, chunk=chunk):
                 if source is not None:
-                    self._live[group].store.adopt(self._live[source].store, chunk)
+                    live, column = self._live[group], self._live[source].store
+                    _in_turn(live, chunk, partial(live.store.adopt, column, chunk))
             case CancelSends(peer=peer, group=group):
                 self.outbox.cancel(peer, group)
+                if group in self._live:
+                    _cancel(self._live[group], peer, group)
             case RoundEnded(report=report):
                 self._round_ended(report)
             case _:
@@ -199,11 +222,36 @@ class Rounds:
         assert self._arrived is not None, "a payload effect outside of a chunk's arrival"
         return self._arrived
 
+    def _send(self, effect: SendContribution | SendResult) -> None:
+        live = self._live.get(effect.group)
+        if live is not None:
+            own = isinstance(effect, SendContribution)
+            deed = partial(self.outbox.put, effect.peer, effect)
+            _in_turn(live, effect.chunk, deed, own=own, shipment=effect)
+
+    def _take(self, live: LiveRound, chunk: int) -> None:
+        store, buffer = self._arrival()
+        filling = live.job.filling
+        if filling is None or not filling.waits(chunk, own=False):
+            store.take(chunk, buffer)
+            _landed(live, chunk)
+        else:
+            filling.put_off(chunk, store.take_later(chunk, buffer))
+            filling.put_off(chunk, partial(_landed, live, chunk))
+
     def _round_ended(self, report: RoundReport) -> None:
         live = self._live[report.group]
-        live.store.finish(report.missing)
+        filling = live.job.filling
+        later = filling.open_chunks() if filling is not None else {}
+        missing = frozenset(report.missing)
+        live.store.finish(missing, later)
+        for chunk in later:
+            finish = partial(live.store.finish_chunk, chunk, missing=chunk in missing)
+            _in_turn(live, chunk, finish, own=True)
         if live.store is live.job.stores[0]:
-            live.job.remember_losses(report)
+            live.job.first = report
+            if not later:
+                live.job.remember_losses()
         if not report.span:
             live.job.current = live.store.result
         self._reports[report.group] = msgspec.structs.replace(
@@ -244,6 +292,8 @@ class Rounds:
     def forget(self, peer: PeerId) -> None:
         """A peer is gone, and what it was sending or was to be sent."""
         self.outbox.forget(peer)
+        for live in self._live.values():
+            _cancel(live, peer)
         self.release(peer)
 
     def release(self, peer: PeerId) -> None:
@@ -251,3 +301,34 @@ class Rounds:
         inbound = self._inbound.pop(peer, None)
         if inbound is not None:
             self._buffers.give(inbound[1])
+
+
+def _in_turn(
+    live: LiveRound,
+    chunk: int,
+    deed: Callable[[], object],
+    *,
+    own: bool = False,
+    shipment: Shipment | None = None,
+) -> None:
+    """Do this, or put it off until the chunk is filled (`Filling`)."""
+    filling = live.job.filling
+    if filling is not None and filling.waits(chunk, own=own):
+        filling.put_off(chunk, deed, shipment)
+    else:
+        deed()
+
+
+def _finalize(live: LiveRound, chunk: int, mass: float) -> None:
+    live.store.finalize(chunk, mass)
+    _landed(live, chunk)
+
+
+def _landed(live: LiveRound, chunk: int) -> None:
+    if live.last and live.job.filling is not None:
+        live.job.filling.landed(chunk)
+
+
+def _cancel(live: LiveRound, peer: PeerId, group: GroupId | None = None) -> None:
+    if live.job.filling is not None:
+        live.job.filling.cancel(peer, group)

@@ -344,6 +344,7 @@ class Swarm:
         differences: bool = False,
         hidden_s: float = 0.0,
         exact_head: int = 0,
+        filling: bool = False,
     ) -> Averaging:
         """Average a snapshot while training goes on. One at a time.
 
@@ -359,6 +360,9 @@ class Swarm:
             hidden_s: how long ``"auto"`` may let it take, as nobody waits for it.
             exact_head: so many numbers at the beginning lose nothing to the codec; the same
                 for all peers.
+            filling: the vector is complete only bit by bit, as `Averaging.ready` says, and so is
+                the mean, see `Averaging.means`. All peers must do so: their chunks go in another
+                order. What is not finite is refused by the others.
 
         Raises:
             LayoutError, ConfigError: a vector or weight that cannot be averaged.
@@ -368,11 +372,12 @@ class Swarm:
             raise LocalError("nothing is attached; call attach() first")
         job = Averaging(
             vector,
-            self._plan,
+            self._plan.spread() if filling else self._plan,
             codec_or_auto(codec, differences=differences, hidden_s=hidden_s),
             in_place=in_place,
             feedback=feedback if weight > 0 else None,
             exact_head=exact_head,
+            filled=self._filled if filling else None,
         )
         self._begin(job, vector, weight, self.epoch, always_weighs=False)
         return job
@@ -393,7 +398,7 @@ class Swarm:
                 f"vector of shape {tuple(vector.shape)} and {vector.dtype}: "
                 f"expected ({self._numel},) and torch.float32, as attached"
             )
-        if weight > 0 and not is_finite(vector):
+        if weight > 0 and job.filling is None and not is_finite(vector):
             raise ConfigError(
                 "the vector holds NaN or infinite values; the others would refuse it. "
                 "With weight 0 it can still be replaced by their mean"
@@ -401,6 +406,9 @@ class Swarm:
         self._due_epoch = -1
         self._samples_due = False
         self._thread.post(self._driver.begin, job, weight, self._schema, epoch, always_weighs)
+
+    def _filled(self, job: Averaging) -> None:
+        self._thread.post(self._driver.filled, job)
 
     def stats(self) -> SwarmStats:
         """Return what this peer has sent, received and averaged so far."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -198,6 +198,7 @@ class ChunkPlan:
     Attributes:
         numel: numbers in the vector.
         chunk_numel: numbers in a chunk.
+        order: for each chunk, its place in the vector, counted in chunks; (): as they are numbered.
 
     Example:
         >>> plan = ChunkPlan.of(100_000, TransportConfig())
@@ -207,6 +208,7 @@ class ChunkPlan:
 
     numel: int
     chunk_numel: int
+    order: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, numel: int, config: TransportConfig) -> ChunkPlan:
@@ -225,11 +227,34 @@ class ChunkPlan:
         """How many chunks there are."""
         return max(1, -(-self.numel // self.chunk_numel))
 
+    def spread(self) -> ChunkPlan:
+        """Return the plan with its chunks in another order: any of them that follow each other lie
+        evenly over the vector, so that every part of a group has some of each region.
+
+        A chunk has the same size in both.
+
+        >>> ChunkPlan(numel=15, chunk_numel=2).spread().order
+        (0, 4, 2, 6, 1, 5, 3, 7)
+        """
+        return replace(self, order=_spread(self.numel // self.chunk_numel, self.chunks))
+
+    def place(self, chunk: int) -> int:
+        """Return how many chunks lie before a chunk in the vector."""
+        return self.order[chunk] if self.order else chunk
+
     def slice(self, chunk: int) -> slice:
         """Return the place of a chunk in the vector."""
-        start = chunk * self.chunk_numel
+        start = self.place(chunk) * self.chunk_numel
         return slice(start, min(start + self.chunk_numel, self.numel))
 
     def size(self, chunk: int) -> int:
         """Return how many numbers a chunk has."""
-        return min(self.chunk_numel, self.numel - chunk * self.chunk_numel)
+        return min(self.chunk_numel, self.numel - self.place(chunk) * self.chunk_numel)
+
+
+def _spread(full: int, chunks: int) -> tuple[int, ...]:
+    """Return the full chunks in the order of their numbers' bits read backwards (van der Corput),
+    then the shorter last one, if there is one: it stays, so that sizes do not change."""
+    bits = max(1, (full - 1).bit_length())
+    backwards = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(1 << bits))
+    return (*(place for place in backwards if place < full), *range(full, chunks))

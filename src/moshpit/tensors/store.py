@@ -18,7 +18,9 @@ still be able to serve is copied aside chunk by chunk, only while somebody may a
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -298,11 +300,19 @@ class RoundStore:
 
     def take(self, chunk: int, buffer: memoryview) -> None:
         """Keep the result that has arrived."""
+        arrived = self._values(buffer)
+        self._take(chunk, arrived.codec, arrived.values)
+
+    def take_later(self, chunk: int, buffer: memoryview) -> Callable[[], None]:
+        """Return what is to be called to keep the result that has arrived, at any time."""
+        arrived = self._values(buffer)
+        return partial(self._take, chunk, arrived.codec, arrived.values.clone())
+
+    def _take(self, chunk: int, codec: Codec, values: torch.Tensor) -> None:
         assert chunk not in self._have, f"chunk {chunk} has its result"
         assert chunk not in self._sums, f"chunk {chunk} is being reduced here"
-        arrived = self._values(buffer)
-        self._place(chunk).copy_(arrived.values)
-        self._came_in[chunk] = arrived.codec
+        self._place(chunk).copy_(values)
+        self._came_in[chunk] = codec
         self._have.add(chunk)
 
     def adopt(self, column: RoundStore, chunk: int) -> None:
@@ -315,17 +325,25 @@ class RoundStore:
         self._payloads.pop(chunk, None)
         self._have.add(chunk)
 
-    def finish(self, missing: tuple[int, ...] = ()) -> None:
+    def finish(self, missing: Collection[int] = (), later: Collection[int] = ()) -> None:
         """The round has ended: every chunk without a result, and those in ``missing``, keep the
-        local value."""
+        local value. For those in ``later``, `finish_chunk` will be called."""
         for chunk in list(self._sums):
-            self.reset(chunk)
-        self._feedback = None
+            if chunk not in later:
+                self.reset(chunk)
+        if not later:
+            self._feedback = None
         if self._in_place:
             return
         for chunk in range(self._plan.chunks):
-            if chunk not in self._have or chunk in missing:
+            if chunk not in later and (chunk not in self._have or chunk in missing):
                 self._result(chunk).copy_(self._local(chunk))
+
+    def finish_chunk(self, chunk: int, *, missing: bool) -> None:
+        """Do for one chunk what `finish` does."""
+        self.reset(chunk)
+        if not self._in_place and (missing or chunk not in self._have):
+            self._result(chunk).copy_(self._local(chunk))
 
     def _place(self, chunk: int) -> torch.Tensor:
         """Return where a result goes, when what is there now is safe."""
