@@ -10,6 +10,7 @@ import hashlib
 import json
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -32,8 +33,8 @@ class Telling:
     def __getattr__(self, name: str) -> object:
         return getattr(self._swarm, name)
 
-    def begin_averaging(self, vector: torch.Tensor, weight: float) -> object:
-        averaging = self._swarm.begin_averaging(vector, weight)
+    def begin_averaging(self, *args: Any, **options: Any) -> object:
+        averaging = self._swarm.begin_averaging(*args, **options)
         say("began", epoch=self._swarm.epoch)
         return averaging
 
