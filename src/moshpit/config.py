@@ -78,7 +78,7 @@ class TransportConfig:
     control_queue_bytes_max: int = 8 << 20
     chunk_bytes: int = 512 * 1024  # measured, design §6
     chunk_bytes_min: int = 4096
-    chunks_per_vector_min: int = 64  # so that every seat of a large group has a part
+    chunks_per_vector_min: int = 32  # so that the seats of a usual group have parts that fit
     sealed: bool = True  # False is --plaintext: bulk data is not encrypted
     congestion: str = "bbr"  # of bulk sockets, where the system allows it; "": its default
     stripes_min: int = 1  # bulk connections to each peer, from the start

@@ -202,8 +202,8 @@ class ChunkPlan:
 
     Example:
         >>> plan = ChunkPlan.of(100_000, TransportConfig())
-        >>> plan.chunks, plan.chunk_numel, plan.slice(61)
-        (64, 1568, slice(95648, 97216, None))
+        >>> plan.chunks, plan.chunk_numel, plan.slice(31)
+        (32, 3136, slice(97216, 100000, None))
     """
 
     numel: int
