@@ -70,6 +70,25 @@ def test_a_round_that_came_to_nothing() -> None:
     assert bytes(feedback.encode(TOPK, BOTH, x)) == payload
 
 
+def test_what_nobody_uses_is_taken_back() -> None:
+    feedback, x = ErrorFeedback(512), values()
+    feedback.encode(TOPK, BOTH, x)
+    feedback.commit()
+    feedback.settle()
+    before = feedback.residual.clone()
+    for place in (FIRST, SECOND):
+        feedback.encode(TOPK, place, x[place])
+    payload = bytes(feedback.encode(TOPK, FIRST, x[FIRST]))
+    feedback.commit(left_out=[SECOND])
+    assert not torch.equal(feedback.residual[FIRST], before[FIRST])
+    feedback.undo()
+    assert torch.equal(feedback.residual, before)
+    assert bytes(feedback.encode(TOPK, FIRST, x[FIRST])) == payload
+    feedback.rollback()
+    feedback.undo()  # what is settled stays
+    assert torch.equal(feedback.residual, before)
+
+
 def test_chunks_that_were_left_out_keep_their_residual() -> None:
     feedback, x = ErrorFeedback(512), values()
     for place in (FIRST, SECOND):

@@ -10,17 +10,54 @@ import pytest
 import torch
 
 from moshpit.events import EpochReport, Outcome, RoundReport
+from moshpit.tensors.codecs import ErrorFeedback
+from moshpit.tensors.layout import ChunkPlan
 from moshpit.types import GroupId, PeerId
+
+from .coding import Meeting
 
 
 class MemoryAveraging:
     """One peer's part in one epoch's averaging."""
 
-    def __init__(self, vector: torch.Tensor, weight: float, waiting: threading.Event) -> None:
+    settled = True
+
+    def __init__(
+        self,
+        vector: torch.Tensor,
+        weight: float,
+        waiting: threading.Event,
+        *,
+        codec: str = "float32",
+        feedback: ErrorFeedback | None = None,
+        in_place: bool = False,
+        differences: bool = False,
+        hidden_s: float = 0.0,
+        exact_head: int = 0,
+    ) -> None:
+        assert feedback is None or (differences and weight > 0)
+        assert hidden_s == 0.0 or not in_place
         self.vector, self.weight, self.waiting = vector, weight, waiting
+        self.values = vector.clone()
+        self.codec, self.differences, self.exact_head = codec, differences, exact_head
+        self.feedback, self.in_place, self.hidden_s = feedback, in_place, hidden_s
         self.ended = threading.Event()
         self.mean = vector
         self.report: EpochReport
+
+    def end(self, mean: torch.Tensor, report: EpochReport, plan: ChunkPlan) -> None:
+        """Hand out the result."""
+        assert torch.equal(self.vector.nan_to_num(), self.values.nan_to_num()), "was changed"
+        (last,) = report.rounds
+        if self.feedback is not None:
+            self.feedback.commit(
+                plan.slice(chunk)
+                for chunk, seats in enumerate(last.ledger)
+                if not seats & (1 << last.seat) or chunk in last.missing
+            )
+        self.mean = self.vector.copy_(mean) if self.in_place else mean.clone()
+        self.report = report
+        self.ended.set()
 
     def done(self) -> bool:
         return self.ended.is_set()
@@ -62,11 +99,14 @@ class MemoryPeer:
         with self.swarm.lock:
             self.swarm.progress[self.index] = samples
 
-    def begin_averaging(self, vector: torch.Tensor, weight: float) -> MemoryAveraging:
+    def begin_averaging(
+        self, vector: torch.Tensor, weight: float, **how: object
+    ) -> MemoryAveraging:
         assert self.attached is not None
         assert vector.dtype == torch.float32
         assert vector.shape == (self.attached[1],)
-        return self.swarm.begin(self.index, vector, weight)
+        averaging = MemoryAveraging(vector, weight, self.swarm.waiting, **how)
+        return self.swarm.begin(self.index, averaging)
 
     def leave(self) -> None:
         self.swarm.leave(self.index)
@@ -75,6 +115,8 @@ class MemoryPeer:
 class MemorySwarm:
     """Averages whenever all its peers have come. Faults are told beforehand.
 
+    The vector is cut into chunks of eight numbers, so that codecs have several.
+
     Attributes:
         faults: {(epoch, peer index): "failed" or "stale"}.
         overflows: the epochs whose mean has an infinity in it.
@@ -82,7 +124,8 @@ class MemorySwarm:
         waiting: set when somebody waits for a result.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, chunk_numel: int = 8) -> None:
+        self.chunk_numel = chunk_numel
         self.lock = threading.RLock()
         self.epoch = 0
         self.here = list(range(size))
@@ -100,10 +143,10 @@ class MemorySwarm:
             met = sum(self.progress.values()) >= target
             return index not in self.begun and (met or bool(self.begun))
 
-    def begin(self, index: int, vector: torch.Tensor, weight: float) -> MemoryAveraging:
+    def begin(self, index: int, averaging: MemoryAveraging) -> MemoryAveraging:
         with self.lock:
             assert index not in self.begun
-            self.begun[index] = MemoryAveraging(vector, weight, self.waiting)
+            self.begun[index] = averaging
             self._end_if_all_are_here()
             return self.begun.get(index) or self.last[index]
 
@@ -125,11 +168,9 @@ class MemorySwarm:
         assert len(schemas) == 1, "peers of different schemas would not meet"
         seats = sorted(self.begun)
         giving = [i for i in seats if self.begun[i].weight > 0 and not self._fault(i)]
-        mass = sum(self.begun[i].weight for i in giving)
         mean = None
         if giving:
-            total = sum(self.begun[i].vector.double() * self.begun[i].weight for i in giving)
-            mean = (total / mass).float()
+            mean = self._mean(seats, [self.begun[i] for i in giving])
             if self.epoch in self.overflows:
                 mean[0] = float("inf")
         self.last, self.begun = self.begun, {}
@@ -137,6 +178,15 @@ class MemorySwarm:
         epoch, self.epoch = self.epoch, self.epoch + 1
         for index in seats:
             self._end(self.last[index], (epoch, index), seats, giving, mean)
+
+    def _mean(self, seats: list[int], given: list[MemoryAveraging]) -> torch.Tensor:
+        if len(seats) == 1:  # a round of one is none
+            return given[0].values
+        if all(a.codec == "float32" for a in given):  # by other means than the real rounds
+            total = sum(a.values.double() * a.weight for a in given)
+            return (total / sum(a.weight for a in given)).float()
+        meeting = Meeting([self.begun[i] for i in seats], self.chunk_numel)
+        return torch.cat([meeting.mean(chunk, given) for chunk in range(meeting.plan.chunks)])
 
     def _fault(self, index: int) -> str | None:
         return self.faults.get((self.epoch, index))
@@ -151,8 +201,10 @@ class MemorySwarm:
             outcome = Outcome.FAILED
         elif any((epoch, i) in self.faults for i in seats):
             outcome = Outcome.PARTIAL
-        averaging.mean = averaging.vector if lost else mean
-        averaging.report = EpochReport(
+        plan = ChunkPlan(averaging.values.numel(), self.chunk_numel)
+        ledger = own if lost else sum(1 << seats.index(i) for i in giving)
+        mass = averaging.weight if lost else sum(self.last[i].weight for i in giving)
+        report = EpochReport(
             epoch=epoch,
             rounds=(
                 RoundReport(
@@ -162,18 +214,16 @@ class MemorySwarm:
                     peers=tuple(self.peers[i].peer_id for i in seats),
                     seat=seats.index(index),
                     outcome=outcome,
-                    ledger=(own if lost else sum(1 << seats.index(i) for i in giving),),
-                    masses=(
-                        averaging.weight if lost else sum(self.last[i].weight for i in giving),
-                    ),
-                    missing=(0,) if lost else (),
-                    attempts=(0,),
+                    ledger=(ledger,) * plan.chunks,
+                    masses=(mass,) * plan.chunks,
+                    missing=tuple(range(plan.chunks)) if lost else (),
+                    attempts=(0,) * plan.chunks,
                 ),
             ),
             seconds=0.0,
             stale=fault == "stale",
         )
-        averaging.ended.set()
+        averaging.end(averaging.values if lost else mean, report, plan)
 
 
 def together(*calls: Callable[[], object]) -> list[object]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import torch
+
 from moshpit.events import EpochReport, Outcome, RoundReport
+from moshpit.tensors.layout import ChunkPlan
 from moshpit.types import GroupId
 
+from .coding import Meeting
 from .conftest import MemorySwarm
 
 Places = frozenset[tuple[int, int]]
@@ -53,12 +57,22 @@ def storm(rng: random.Random, peers: int, chunks: int) -> Weather:
     )
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """What came of a chunk in a group: who gave it, as the group knows."""
+
+    place: slice
+    mean: torch.Tensor | None
+    mass: float
+    known: list[int]
+    whole: bool
+
+
 class FaultySwarm(MemorySwarm):
     """Averages chunk by chunk, as the weather of each epoch has it."""
 
     def __init__(self, size: int, chunk_numel: int) -> None:
-        super().__init__(size)
-        self.chunk_numel = chunk_numel
+        super().__init__(size, chunk_numel)
         self.weather: dict[int, Weather] = {}
 
     def _end_if_all_are_here(self) -> None:
@@ -72,34 +86,52 @@ class FaultySwarm(MemorySwarm):
         there = [i for i in seats if i not in weather.failed]
         half = len(there) // 2
         for group in (there[:half], there[half:]) if weather.split else (there,):
+            chunks = self._chunks(group, weather)
             for index in group:
-                self._end_chunked(epoch, index, group, weather)
+                self._end_chunked(epoch, index, group, weather, chunks)
         for index in sorted(weather.failed & set(seats)):
-            self._end_chunked(epoch, index, [], weather)
+            self._end_chunked(epoch, index, [], weather, [])
 
-    def _end_chunked(self, epoch: int, index: int, group: list[int], weather: Weather) -> None:
-        averaging = self.last[index]
-        averaging.mean = averaging.vector.clone()
-        ledger, masses, missing, whole = [], [], [], bool(group)
-        starts = range(0, averaging.vector.numel(), self.chunk_numel)
-        for chunk, start in enumerate(starts):
-            weighs = [i for i in group if self.last[i].weight > 0]
+    def _chunks(self, group: list[int], weather: Weather) -> list[Chunk]:
+        """Average every chunk of those who give it."""
+        chunks: list[Chunk] = []
+        if not group:
+            return chunks
+        weighs = [i for i in group if self.last[i].weight > 0]
+        coded = any(self.last[i].codec != "float32" for i in group)
+        meeting = Meeting([self.last[i] for i in group], self.chunk_numel)
+        for chunk in range(meeting.plan.chunks):
+            place = meeting.plan.slice(chunk)
             known = [i for i in weighs if (i, chunk) not in weather.lost]
-            given = [i for i in known if (i, chunk) not in weather.hidden]
-            whole = whole and known == weighs
-            if not given or (index, chunk) in weather.missing:
-                ledger.append(1 << (group.index(index) if group else 0))
-                masses.append(averaging.weight)
-                missing.append(chunk)
+            given = [self.last[i] for i in known if (i, chunk) not in weather.hidden]
+            mass, mean = sum(a.weight for a in given), None
+            if given and coded:
+                mean = meeting.mean(chunk, given)
+            elif given:
+                total = sum(a.values[place].double() * a.weight for a in given)
+                mean = (total / mass).float()
+            chunks.append(Chunk(place, mean, mass, known, known == weighs))
+        return chunks
+
+    def _end_chunked(
+        self, epoch: int, index: int, group: list[int], weather: Weather, chunks: list[Chunk]
+    ) -> None:
+        averaging = self.last[index]
+        mean = averaging.values.clone()
+        plan = ChunkPlan(mean.numel(), self.chunk_numel)
+        own = 1 << (group.index(index) if group else 0)
+        ledger, masses = [own] * plan.chunks, [averaging.weight] * plan.chunks
+        missing, whole = set(range(plan.chunks)), bool(group)
+        for at, chunk in enumerate(chunks):
+            whole = whole and chunk.whole
+            if chunk.mean is None or (index, at) in weather.missing:
                 continue
-            place = slice(start, start + self.chunk_numel)
-            mass = sum(self.last[i].weight for i in given)
-            total = sum(self.last[i].vector[place].double() * self.last[i].weight for i in given)
-            averaging.mean[place] = (total / mass).float()
-            ledger.append(sum(1 << group.index(i) for i in known))
-            masses.append(mass)
+            mean[chunk.place] = chunk.mean
+            ledger[at] = sum(1 << group.index(i) for i in chunk.known)
+            masses[at] = chunk.mass
+            missing.remove(at)
         outcome = Outcome.COMPLETE if whole and not missing else Outcome.PARTIAL
-        averaging.report = EpochReport(
+        report = EpochReport(
             epoch=epoch,
             rounds=(
                 RoundReport(
@@ -111,11 +143,11 @@ class FaultySwarm(MemorySwarm):
                     outcome=outcome if group else Outcome.FAILED,
                     ledger=tuple(ledger),
                     masses=tuple(masses),
-                    missing=tuple(missing),
+                    missing=tuple(sorted(missing)),
                     attempts=(0,) * len(ledger),
                 ),
             ),
             seconds=0.0,
             stale=not group,
         )
-        averaging.ended.set()
+        averaging.end(mean, report, plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import moshpit.training.optimizer as wrapped
 from moshpit.errors import ConfigError, DriftError
 from moshpit.training.strategies import DiLoCo, GradientAveraging, LocalSGD
 
+CODED = ("float16", "int8", "topk", "auto")
 STRATEGIES = {
     "local-overlap": LocalSGD,
     "local-blocking": lambda n: LocalSGD(n, overlap=False),
@@ -22,6 +24,11 @@ STRATEGIES = {
     "gradients-clipped": lambda n: GradientAveraging(n, max_grad_norm=0.5),
     "diloco-overlap": DiLoCo,
     "diloco-blocking": lambda n: DiLoCo(n, overlap=False),
+    "local-float16": lambda n: LocalSGD(n, average_statistics=True, codec="float16"),
+    "local-auto": lambda n: LocalSGD(n, codec="auto"),
+    **{f"gradients-{c}": partial(GradientAveraging, codec=c) for c in CODED},
+    **{f"diloco-{c}": partial(DiLoCo, codec=c) for c in CODED},
+    "diloco-blocking-topk": lambda n: DiLoCo(n, overlap=False, codec="topk"),
 }
 BATCH = 8
 

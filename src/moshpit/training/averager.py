@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from moshpit.events import EpochReport
+from moshpit.tensors.codecs import ErrorFeedback
 from moshpit.types import PeerId
 
 
@@ -34,6 +35,12 @@ class Averaging(Protocol):
     @property
     def report(self) -> EpochReport:
         """What really happened, once it is done."""
+        ...
+
+    @property
+    def settled(self) -> bool:
+        """Whether nobody can ask for anything of it any more, so that the memory of its vectors
+        may be used again once it is done."""
         ...
 
 
@@ -68,9 +75,25 @@ class Averager(Protocol):
         many seconds a step takes (0: unknown). Cheap, from any thread."""
         ...
 
-    def begin_averaging(self, vector: torch.Tensor, weight: float) -> Averaging:
+    def begin_averaging(
+        self,
+        vector: torch.Tensor,
+        weight: float,
+        *,
+        codec: str = "float32",
+        feedback: ErrorFeedback | None = None,
+        in_place: bool = False,
+        differences: bool = False,
+        hidden_s: float = 0.0,
+        exact_head: int = 0,
+    ) -> Averaging:
         """Start this epoch's averaging of ``vector`` (float32, one dimension, CPU), which is
-        not touched until it is done. ``weight`` 0 only receives."""
+        not touched until it is done. ``weight`` 0 only receives.
+
+        What this peer sends is written in ``codec``, but for ``exact_head`` numbers at the
+        beginning, which lose nothing; ``feedback`` keeps what it loses. ``"auto"`` may choose
+        codecs for ``differences`` only, and let the averaging take ``hidden_s`` seconds, for
+        which nobody waits. ``in_place``: the mean is wanted in the memory of ``vector``."""
         ...
 
     def leave(self) -> None:

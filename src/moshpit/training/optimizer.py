@@ -22,6 +22,7 @@ from moshpit.runtime import leaving
 from moshpit.runtime.ambient import get_resume
 from moshpit.training.averager import Averager, Averaging
 from moshpit.training.checkpoint import Checkpoint
+from moshpit.training.exchange import Exchange
 from moshpit.training.samples import BatchWatcher
 from moshpit.training.stats import Pace, TrainingStats
 from moshpit.training.strategies import Closure, Snapshot, Strategy
@@ -107,6 +108,7 @@ class Optimizer(torch.optim.Optimizer):
         self._watcher: BatchWatcher | None = None
         if batch_size is None:
             self._watcher = BatchWatcher((p.tensor for p in strategy.parameters()), model)
+        self._exchange = Exchange(swarm, strategy)
         self._pending: tuple[Averaging, Snapshot] | None = None
         self._pace = Pace()
         self._drift = ""
@@ -277,12 +279,12 @@ class Optimizer(torch.optim.Optimizer):
             self._attach()
             if self._pending is not None:
                 self._wait()
-            self._begin()
+            self._begin(waits=True)
             report = self._wait()
             for _ in range(_FINISH_AGAIN_MAX):
                 if self._strategy.settled:
                     break
-                self._begin()
+                self._begin(waits=True)
                 report = self._wait()
             if self._checkpoint is not None:
                 self._checkpoint.finish()
@@ -397,12 +399,13 @@ class Optimizer(torch.optim.Optimizer):
         self._epoch = self._swarm.epoch + self._epoch_offset
         self._swarm.report_progress(self._strategy.samples, self._pace.rate, self._pace.step_s)
         if self._swarm.averaging_due:
-            self._begin()
+            self._begin(waits=not self._strategy.overlap)
             if not self._strategy.overlap:
                 self._wait()
 
-    def _begin(self) -> None:
-        snapshot = self._strategy.snapshot()
+    def _begin(self, *, waits: bool) -> None:
+        self._pending = self._exchange.begin(self._pace.rate, waits=waits)
+        snapshot = self._pending[1]
         if snapshot.nonfinite is not None:
             log.warning(
                 "%s holds NaN or infinity: this peer gives nothing to epoch %d and takes the "
@@ -411,7 +414,6 @@ class Optimizer(torch.optim.Optimizer):
                 self._epoch,
             )
             self._stats = replace(self._stats, nonfinite=self._stats.nonfinite + 1)
-        self._pending = (self._swarm.begin_averaging(snapshot.vector, snapshot.weight), snapshot)
 
     def _wait(self) -> EpochReport:
         assert self._pending is not None
@@ -452,6 +454,7 @@ class Optimizer(torch.optim.Optimizer):
             self._drift = f"the averaging of epoch {report.epoch} did not reach this peer in full"
         self._next_swarm_epoch = self._swarm.epoch
         useless = alone or report.outcome is Outcome.FAILED
+        used = False
         if useless or not any(mass > 0 for mass in report.rounds[-1].masses):
             self._strategy.keep_local(snapshot)
         elif not is_finite(averaging.mean):
@@ -460,10 +463,12 @@ class Optimizer(torch.optim.Optimizer):
             self._strategy.overflowed(snapshot)
         elif self._strategy.accepts(averaging.mean, report):
             self._strategy.adopt(snapshot, averaging.mean)
+            used = True
         else:
             stats = replace(stats, carried=stats.carried + 1)
             log.info("the mean of epoch %d is not used; this work goes into the next", report.epoch)
             self._strategy.keep_local(snapshot)
+        self._exchange.ended(averaging, snapshot, used=used)
         self._stats = stats
         self._epoch = max(self._swarm.epoch, report.epoch + 1) + self._epoch_offset
         if self._checkpoint is not None:

@@ -26,7 +26,8 @@ class ErrorFeedback:
     """The residual of one peer's contributions to one vector.
 
     A round is: `encode` or `exact` for some chunks, each as often as needed, then `commit` or
-    `rollback`. The values of a chunk must not change within the round.
+    `rollback`. The values of a chunk must not change within the round. Whether what came of a
+    round that was committed is used may be decided later: `undo` takes it back, `settle` does not.
 
     It needs as much memory as the vector, and from the first round as much again: results may
     overwrite the values while the round lasts, so that what was lost is computed at once.
@@ -50,6 +51,7 @@ class ErrorFeedback:
         self._residual = torch.zeros(numel)
         self._next: torch.Tensor | None = None
         self._pending: dict[int, int] = {}
+        self._committed: dict[int, int] = {}
 
     @property
     def residual(self) -> torch.Tensor:
@@ -91,10 +93,18 @@ class ErrorFeedback:
         """
         for place in left_out:
             self._pending.pop(place.start, None)
-        if self._next is not None:
-            for start, stop in self._pending.items():
-                self._residual[start:stop].copy_(self._next[start:stop])
-        self._pending.clear()
+        self._swap(self._pending)
+        self._committed, self._pending = self._pending, {}
+
+    def undo(self) -> None:
+        """Nobody uses what came of the round that was committed: the residual is again what it
+        was before. Nothing to do if there was none since `settle`."""
+        self._swap(self._committed)
+        self._committed = {}
+
+    def settle(self) -> None:
+        """What was committed stands."""
+        self._committed = {}
 
     def rollback(self) -> None:
         """The round came to nothing: everything stays as it was before."""
@@ -104,6 +114,7 @@ class ErrorFeedback:
         """Forget all that was lost, and the round that is under way."""
         self._residual.zero_()
         self._pending.clear()
+        self._committed = {}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return what the next rounds depend on; a copy. A round under way is not in it."""
@@ -120,6 +131,16 @@ class ErrorFeedback:
             raise LayoutError(f"no residual of {self._residual.numel()} numbers in this state")
         self._residual.copy_(residual)
         self._pending.clear()
+        self._committed = {}
+
+    def _swap(self, places: dict[int, int]) -> None:
+        """Exchange the residual and the next one, where it was made."""
+        for start, stop in places.items():
+            assert self._next is not None
+            old, new = self._residual[start:stop], self._next[start:stop]
+            kept = scratch("meant", stop - start).copy_(old)
+            old.copy_(new)
+            new.copy_(kept)
 
     def _meant(self, place: slice, values: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
         if not is_finite(values):

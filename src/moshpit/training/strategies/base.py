@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from moshpit.errors import ConfigError
 from moshpit.events import EpochReport
+from moshpit.tensors.codecs import ErrorFeedback, codec_named
 from moshpit.tensors.layout import VectorLayout
+from moshpit.training.averager import Averaging
 from moshpit.training.tensors import (
     Named,
     buffers_of,
@@ -32,16 +34,53 @@ from moshpit.training.tensors import (
 )
 
 Closure = Callable[[], Any]
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What this peer brings to one averaging: (numel,) float32 on the CPU, and its mass."""
+    """What this peer brings to one averaging, and how.
+
+    Attributes:
+        vector: (numel,) float32 on the CPU.
+        weight: its mass.
+        nonfinite: the first tensor that holds NaN or infinity; then the weight is 0.
+        codec: how it is written on the wire, but for ``exact_head`` numbers at the beginning.
+        feedback: what the codec has lost of earlier ones.
+        differences: gradients or differences of parameters.
+        exact_head: so many numbers at the beginning are written exactly.
+        filling: the vector is not complete yet; the strategy says when it is (`Averaging.ready`).
+    """
 
     vector: torch.Tensor
     weight: float
     nonfinite: str | None = None
-    """The first tensor that holds NaN or infinity; then the weight is 0."""
+    codec: str = "float32"
+    feedback: ErrorFeedback | None = None
+    differences: bool = False
+    exact_head: int = 0
+    filling: bool = False
+
+    def was_replaced_by(self, mean: torch.Tensor) -> bool:
+        """Return whether the mean has taken the place of this peer's own values."""
+        return mean.data_ptr() == self.vector.data_ptr()
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """What a strategy that begins its averagings itself asks of the optimizer.
+
+    Attributes:
+        begin: takes a snapshot and begins its averaging.
+        flush: waits for the averaging under way, if it is complete, and takes its mean.
+        expected: returns the samples that the next ``step()`` will count.
+        waited: notes that training has stood still since a time of `time.monotonic`.
+    """
+
+    begin: Callable[[], None]
+    flush: Callable[[], None]
+    expected: Callable[[], float]
+    waited: Callable[[float], object]
 
 
 class Strategy(ABC):
@@ -51,24 +90,32 @@ class Strategy(ABC):
         samples_per_epoch: the samples of all peers together after which they average.
         overlap: whether training goes on while an averaging is under way.
         same_parameters: whether all peers must hold the same parameters all the time.
+        begins_itself: whether it begins averagings in the backward pass, by its `Handle`.
+        codec: how this peer's numbers are written on the wire, or ``"auto"``.
     """
 
     name: str = ""
     same_parameters: bool = False
+    begins_itself: bool = False
 
-    def __init__(self, samples_per_epoch: float, *, overlap: bool) -> None:
+    def __init__(self, samples_per_epoch: float, *, overlap: bool, codec: str = "float32") -> None:
         if not 0 < samples_per_epoch < float("inf"):
             raise ConfigError(
                 f"samples per epoch: {samples_per_epoch!r}; give a positive number, the samples "
                 "of all peers together between two averagings"
             )
+        if codec != AUTO:
+            codec_named(codec)
         self.samples_per_epoch = float(samples_per_epoch)
         self.overlap = overlap
+        self.codec = codec
         self.samples: float = 0.0
         """Samples of this peer since its last snapshot."""
         self.skipped_batches = 0
         """Batches that were left out because their gradient was not finite."""
         self._layouts = Layouts()
+        self._feedback: ErrorFeedback | None = None
+        self._spare: torch.Tensor | None = None
         self._inner: torch.optim.Optimizer | None = None
         self._model: torch.nn.Module | None = None
 
@@ -77,6 +124,20 @@ class Strategy(ABC):
         if self._inner is not None:
             raise ConfigError("this strategy already belongs to an optimizer; make a new one")
         self._inner, self._model = optimizer, model
+
+    def connect(self, handle: Handle) -> None:  # noqa: B027 - only who begins itself needs it
+        """Take what `begins_itself` needs."""
+
+    def close(self) -> None:  # noqa: B027 - only who watches a model has something to end
+        """Watch the model no more."""
+
+    def begun(self, averaging: Averaging) -> None:  # noqa: B027 - only who fills it needs it
+        """The averaging of the last snapshot has begun."""
+
+    @property
+    def filled(self) -> bool:
+        """Whether the last snapshot is complete, so that its averaging can end."""
+        return True
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -96,7 +157,7 @@ class Strategy(ABC):
     def layout(self) -> tuple[bytes, int]:
         """Return the schema (8 bytes) and length of the vectors that are exchanged. Peers of
         different strategies or models have different schemas, so they never meet."""
-        layout = self._layouts.of([*self._head(), *self.parameters(), *self._extras()])
+        layout = self._layouts.of(self._in_order(self.parameters()))
         schema = hashlib.blake2b(self.name.encode() + layout.schema, digest_size=8)
         return schema.digest(), layout.numel
 
@@ -125,6 +186,10 @@ class Strategy(ABC):
         """Go on after an averaging whose mean holds NaN or infinity, which all peers see."""
         self.keep_local(snapshot)
 
+    def reuse(self, vector: torch.Tensor) -> None:
+        """Take memory for the next snapshot; new memory is slow."""
+        self._spare = vector
+
     def skip_batch(self) -> None:
         """Leave out a batch whose gradient is not finite, as `torch.amp.GradScaler` found."""
         self.skipped_batches += 1
@@ -137,7 +202,8 @@ class Strategy(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beyond the wrapped optimizer's state."""
-        return {"name": self.name, "samples": self.samples}
+        feedback = None if self._feedback is None else self._feedback.state_dict()
+        return {"name": self.name, "samples": self.samples, "feedback": feedback}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; raises `ConfigError` for another strategy's."""
@@ -146,6 +212,11 @@ class Strategy(ABC):
                 f"this state was saved by {state['name']}, and {self.name} cannot load it"
             )
         self.samples = float(state["samples"])
+        saved = state.get("feedback")  # None with a codec that needs none
+        self._feedback = None  # what another training has lost is not for this one
+        if saved is not None and self._needs_feedback:
+            self._feedback = ErrorFeedback(saved["residual"].numel())
+            self._feedback.load_state_dict(saved)
 
     def _inner_step(self, closure: Closure | None, samples: Callable[[], float]) -> Any:
         """Let the wrapped optimizer make a step, and count its samples."""
@@ -163,34 +234,66 @@ class Strategy(ABC):
         return []
 
     def _extras(self) -> list[Named]:
-        """What is averaged beside the parameters or gradients; comes after them in the vector."""
+        """What is averaged beside the parameters or gradients."""
         return buffers_of(self._model)
 
-    def _collect(self, main: list[Named]) -> Snapshot:
-        """Copy the head, ``main`` and the extras into a new vector, and look for non-finite values.
+    def _in_order(self, main: Sequence[Named]) -> list[Named]:
+        """Return what makes the vector. Only ``main``, at the end, is for codecs: extras such as a
+        running variance are neither differences nor of one size."""
+        return [*self._head(), *self._extras(), *main]
 
-        New each time: groupmates may still ask for the last one after its averaging.
+    def _before_main(self) -> int:
+        """Return how many numbers come before the main part."""
+        return sum(t.tensor.numel() for t in (*self._head(), *self._extras()))
+
+    def _collect(self, main: list[Named]) -> Snapshot:
+        """Copy the head, the extras and ``main`` into a vector, and look for non-finite values.
+
+        Not the vector of before, but where the optimizer says so (`reuse`): groupmates may still
+        ask for that after its averaging.
         """
-        tensors = [*self._head(), *main, *self._extras()]
+        tensors = self._in_order(main)
         layout = self._layouts.of(tensors)
-        vector = torch.empty(layout.numel, dtype=torch.float32)
+        vector, self._spare = self._spare, None
+        if vector is None or vector.numel() != layout.numel:
+            vector = torch.empty(layout.numel, dtype=torch.float32)
         layout.flatten_into(vector)
         weight, self.samples = self.samples, 0.0
+        exact = layout.numel - sum(t.tensor.numel() for t in main)
         if is_finite(vector):
-            return Snapshot(vector, weight)
-        return Snapshot(vector, 0.0, first_nonfinite(tensors) or "a value beyond float32")
+            return Snapshot(vector, weight, codec=self.codec, exact_head=exact)
+        bad = first_nonfinite(tensors) or "a value beyond float32"
+        return Snapshot(vector, 0.0, bad, codec=self.codec, exact_head=exact)
+
+    @property
+    def _needs_feedback(self) -> bool:
+        return self.codec == AUTO or codec_named(self.codec).biased
+
+    def _as_differences(self, snapshot: Snapshot) -> Snapshot:
+        """Return the same as gradients or differences, with what earlier ones have lost."""
+        feedback, numel = self._feedback, snapshot.vector.numel()
+        if not self._needs_feedback or snapshot.weight == 0:
+            return replace(snapshot, differences=True)
+        if feedback is None or feedback.residual.numel() != numel:
+            feedback = self._feedback = ErrorFeedback(numel)
+        return replace(snapshot, differences=True, feedback=feedback)
 
 
 @torch.no_grad()
-def keep_positive(extras: list[Named], snapshot: torch.Tensor) -> None:
+def keep_positive(extras: list[Named], at: int, snapshot: torch.Tensor) -> None:
     """Clear what a difference made negative in tensors that had nothing negative: a second
-    moment or a variance that has decayed since the snapshot may be moved below zero."""
-    at = snapshot.numel()
-    for named in reversed(extras):
-        start = at - named.tensor.numel()
-        if bool((snapshot[start:at] >= 0).all().item()):
+    moment or a variance that has decayed since the snapshot may be moved below zero.
+
+    Args:
+        extras: the tensors, as they come in the snapshot.
+        at: where they begin there.
+        snapshot: the vector.
+    """
+    for named in extras:
+        stop = at + named.tensor.numel()
+        if bool((snapshot[at:stop] >= 0).all().item()):
             named.tensor.clamp_(min=0)
-        at = start
+        at = stop
 
 
 class Layouts:

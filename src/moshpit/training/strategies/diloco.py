@@ -38,7 +38,15 @@ import torch
 
 from moshpit.errors import ConfigError
 from moshpit.events import EpochReport, Outcome, RoundReport
-from moshpit.training.strategies.base import Closure, Layouts, Snapshot, Strategy, keep_positive
+from moshpit.tensors.codecs import codec_named
+from moshpit.training.strategies.base import (
+    AUTO,
+    Closure,
+    Layouts,
+    Snapshot,
+    Strategy,
+    keep_positive,
+)
 from moshpit.training.tensors import (
     Named,
     fingerprint,
@@ -50,6 +58,7 @@ CARRIED_MAX = 2  # guess: epochs in a row; then differences are large and partia
 ANCHOR_TOLERANCE = 1e-4  # guess: between rounding (1e-7) and another group's mean (1e-3)
 MOMENTUM_TOLERANCE = 0.02  # guess: between a lossy codec's noise and another mean (0.1)
 OUTSIDER_AGE = 0.5  # guess: a peer with less than this share of the mean age only receives
+_PARAMETER_CODEC = "float16"  # where the one for differences is too coarse for parameters
 _ROUNDING = 1e-6
 
 _KIND, _ANCHOR, _MOMENTUM, _AGE = 0, slice(1, 3), slice(3, 5), 5
@@ -102,6 +111,9 @@ class DiLoCo(Strategy):
         outer: the outer optimizer.
         overlap: go on training while an averaging is under way (local steps made meanwhile are
             kept, as in `LocalSGD`); otherwise ``step()`` waits.
+        codec: how this peer's differences are written on the wire, such as ``"int4"`` or
+            ``"topk"``; ``"auto"``: as the links ask for. What it loses is sent later
+            (`ErrorFeedback`). Buffers are exact, and parameters at least float16.
 
     Example:
         >>> DiLoCo(samples_per_epoch=65536).outer
@@ -118,8 +130,11 @@ class DiLoCo(Strategy):
         outer: Nesterov | None = None,
         *,
         overlap: bool = True,
+        codec: str = "float32",
     ) -> None:
-        super().__init__(samples_per_epoch, overlap=overlap)
+        super().__init__(samples_per_epoch, overlap=overlap, codec=codec)
+        coarse = codec != AUTO and codec_named(codec).differences_only
+        self._parameter_codec = _PARAMETER_CODEC if coarse else codec
         self.outer = outer or Nesterov()
         self.outer_steps = 0
         """Outer steps that this peer has made."""
@@ -145,7 +160,8 @@ class DiLoCo(Strategy):
 
     def _main(self) -> slice:
         """The place of the parameters in the vector."""
-        return slice(_HEAD, _HEAD + self._main_layouts.of(self.parameters()).numel)
+        start = self._before_main()
+        return slice(start, start + self._main_layouts.of(self.parameters()).numel)
 
     def _start(self) -> torch.Tensor:
         """Return the anchor, made of the parameters at first."""
@@ -190,10 +206,12 @@ class DiLoCo(Strategy):
         self._only_takes = False
         self._settled = True
         self._steps_since_snapshot = 0
-        if not self._pending_is_parameters:
-            part = taken.vector[self._main()]
-            torch.sub(base, part, out=part)
-        return replace(taken, weight=weight)
+        taken = replace(taken, weight=weight)
+        if self._pending_is_parameters:
+            return replace(taken, codec=self._parameter_codec)
+        part = taken.vector[self._main()]
+        torch.sub(base, part, out=part)
+        return self._as_differences(taken)
 
     def accepts(self, mean: torch.Tensor, report: EpochReport) -> bool:
         whole, heard = _is_whole(report), _first_chunk_came(report)
@@ -225,29 +243,36 @@ class DiLoCo(Strategy):
 
     def adopt(self, snapshot: Snapshot, mean: torch.Tensor) -> None:
         main, anchor = self._main(), self._start()
-        before, target = snapshot.vector, mean
+        before: torch.Tensor | None = None  # only for steps made since
+        same = self._steps_since_snapshot == 0 or snapshot.was_replaced_by(mean)
+        if not same and snapshot.nonfinite is None:
+            before = snapshot.vector
         if self._pending_is_parameters:
             anchor.copy_(mean[main])
             self._momentum.zero_()
             self.realignments += 1
+            if self._feedback is not None:  # it belongs to an anchor that is gone
+                self._feedback.reset()
         else:
-            before, target = before.clone(), mean.clone()
-            torch.sub(self._base(), snapshot.vector[main], out=before[main])
+            if before is not None:
+                before = before.clone()
+                torch.sub(self._base(), snapshot.vector[main], out=before[main])
             self.outer.step(anchor, self._momentum, mean[main])
-            target[main] = anchor
+            mean = mean.clone()
+            mean[main] = anchor
             self.outer_steps += 1
         self._carried, self._carried_epochs = 0.0, 0
-        self._move(snapshot, before, target)
+        self._move(snapshot, before, mean)
 
-    def _move(self, snapshot: Snapshot, before: torch.Tensor, target: torch.Tensor) -> None:
+    def _move(self, snapshot: Snapshot, before: torch.Tensor | None, target: torch.Tensor) -> None:
         """Go to ``target``, with the local steps made since ``before`` if they are worth it."""
         parameters, extras = self.parameters(), self._extras()
-        layout = self._layouts.of([*self._head(), *parameters, *extras])
-        if self._steps_since_snapshot == 0 or snapshot.nonfinite is not None:
+        layout = self._layouts.of(self._in_order(parameters))
+        if before is None:
             layout.write_back(target)
         else:
             layout.add_delta(target, before)
-            keep_positive(extras, before)
+            keep_positive(extras, _HEAD, before)
         if snapshot.nonfinite is not None:
             forget_nonfinite_statistics(self.inner, parameters)
 

@@ -47,6 +47,9 @@ class GradientAveraging(Strategy):
         target_batch_size: samples of all peers together per optimizer step.
         max_grad_norm: clip the averaged gradient to this norm (before averaging, clipping
             would depend on the micro-batch).
+        codec: how this peer's gradients are written on the wire, such as ``"int8"`` or
+            ``"topk"``; ``"auto"``: as the links ask for. What it loses is sent later
+            (`ErrorFeedback`). Buffers are exact.
 
     Example:
         >>> GradientAveraging(target_batch_size=1024, max_grad_norm=1.0).overlap
@@ -56,8 +59,14 @@ class GradientAveraging(Strategy):
     name = "GradientAveraging"
     same_parameters = True
 
-    def __init__(self, target_batch_size: float, *, max_grad_norm: float | None = None) -> None:
-        super().__init__(target_batch_size, overlap=False)
+    def __init__(
+        self,
+        target_batch_size: float,
+        *,
+        max_grad_norm: float | None = None,
+        codec: str = "float32",
+    ) -> None:
+        super().__init__(target_batch_size, overlap=False, codec=codec)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm: {max_grad_norm!r}; give a positive number or None")
         self.max_grad_norm = max_grad_norm
@@ -114,13 +123,13 @@ class GradientAveraging(Strategy):
         taken = self._collect(sums)
         for named in sums:
             named.tensor.zero_()
-        return taken
+        return self._as_differences(taken)
 
     def adopt(self, snapshot: Snapshot, mean: torch.Tensor) -> None:
         parameters = self.parameters()
         means = [Named(p.name, torch.empty_like(p.tensor)) for p in parameters]
         mine = self._fingerprint.clone()
-        layout = self._layouts.of([*self._head(), *means, *self._extras()])
+        layout = self._layouts.of(self._in_order(means))
         layout.write_back(self._clipped(mean, means))
         if not torch.allclose(self._fingerprint, mine, rtol=0, atol=FINGERPRINT_TOLERANCE):
             raise DriftError(
@@ -131,6 +140,8 @@ class GradientAveraging(Strategy):
             )
         bad = first_nonfinite(means)
         if bad is not None:
+            if snapshot.feedback is not None:  # what is left of such numbers would spoil others
+                snapshot.feedback.undo()
             self._skip_step(f"the mean gradient of {bad} is more than its dtype can hold")
             return
         for named, gradient in zip(parameters, means, strict=True):
@@ -145,8 +156,8 @@ class GradientAveraging(Strategy):
         the parameters' dtypes, whose own norm might overflow."""
         if self.max_grad_norm is None:
             return mean
-        start = self._fingerprint.numel()
-        stop = start + sum(g.tensor.numel() for g in gradients)
+        stop = mean.numel()
+        start = stop - sum(g.tensor.numel() for g in gradients)
         starts = range(start, stop, _NORM_PIECE)
         pieces = [mean[at : min(at + _NORM_PIECE, stop)] for at in starts]
         norm = math.sqrt(sum(piece.double().square().sum().item() for piece in pieces))

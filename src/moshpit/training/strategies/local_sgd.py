@@ -8,7 +8,8 @@ from typing import Any, final
 import torch
 
 from moshpit.errors import ConfigError
-from moshpit.training.strategies.base import Closure, Snapshot, Strategy, keep_positive
+from moshpit.tensors.codecs import codec_named
+from moshpit.training.strategies.base import AUTO, Closure, Snapshot, Strategy, keep_positive
 from moshpit.training.tensors import Named, forget_nonfinite_statistics, statistics_of
 
 
@@ -27,6 +28,12 @@ class LocalSGD(Strategy):
         average_statistics: also average what the optimizer keeps per parameter (momenta,
             second moments), in the same way. Step counts stay each peer's own.
         overlap: go on training while an averaging is under way; otherwise ``step()`` waits.
+        codec: how this peer's parameters are written on the wire: ``"float32"``, ``"float16"``, or
+            ``"auto"``, which takes one of these as the links ask for. Buffers and statistics
+            are exact.
+
+    Raises:
+        ConfigError: there is no such codec, or it suits differences only.
 
     Example:
         >>> LocalSGD(samples_per_epoch=4096).overlap
@@ -41,8 +48,15 @@ class LocalSGD(Strategy):
         *,
         average_statistics: bool = False,
         overlap: bool = True,
+        codec: str = "float32",
     ) -> None:
-        super().__init__(samples_per_epoch, overlap=overlap)
+        super().__init__(samples_per_epoch, overlap=overlap, codec=codec)
+        if codec != AUTO and codec_named(codec).differences_only:
+            raise ConfigError(
+                f"codec {codec!r} is too coarse for parameters: what a few steps change would be "
+                "rounded away. DiLoCo exchanges differences, so it can use it; with "
+                'LocalSGD, use "float16" or "auto"'
+            )
         self.average_statistics = average_statistics
         self._steps_since_snapshot = 0
         self._stepped = False
@@ -64,12 +78,13 @@ class LocalSGD(Strategy):
 
     def adopt(self, snapshot: Snapshot, mean: torch.Tensor) -> None:
         extras = self._extras()
-        layout = self._layouts.of(self.parameters() + extras)
-        if self._steps_since_snapshot == 0 or snapshot.nonfinite is not None:
+        layout = self._layouts.of([*extras, *self.parameters()])
+        same = self._steps_since_snapshot == 0 or snapshot.was_replaced_by(mean)
+        if same or snapshot.nonfinite is not None:
             layout.write_back(mean)
         else:
             layout.add_delta(mean, snapshot.vector)
-            keep_positive(extras, snapshot.vector)
+            keep_positive(extras, 0, snapshot.vector)
         if snapshot.nonfinite is not None:
             forget_nonfinite_statistics(self.inner, self.parameters())
 
