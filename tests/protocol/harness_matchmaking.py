@@ -20,7 +20,9 @@ from moshpit.wire.framing import LENGTH, decode_message, encode_message
 from moshpit.wire.messages import GroupKey, PeerRecord
 
 SCHEMA = b"schema.."
-MATCHMAKING = MatchmakingConfig(group_size=4, call_timeout_s=0.5, join_timeout_s=1.0)
+MATCHMAKING = MatchmakingConfig(
+    schedule="grid", group_size=4, call_timeout_s=0.5, join_timeout_s=1.0
+)
 ROUND = RoundConfig()
 
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 
 from moshpit.events import Outcome
@@ -337,3 +338,29 @@ def test_a_reducer_that_hangs_towards_everybody_is_replaced_before_the_deadline(
         assert [b.peer[0] for b in process.report.blames] == [2]
         assert process.ended_at is not None
         assert process.ended_at < 0.7 * DEADLINE_S
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_sender_that_has_announced_a_thin_link_is_given_its_time(announced: bool) -> None:
+    """Seat 3 takes 4 s for its slice of seat 0's part; the others take 0.1 s."""
+    world = World(
+        6,
+        40,
+        ["worker"] * 4,
+        [[1.0] * 40] * 4,
+        chunk_delay=lambda a, b: 0.4 if a == 3 else 0.01,
+    )
+    joins = [
+        msgspec.structs.replace(
+            join, vector_bytes=40_000, bandwidth=15e3 if seat == 3 and announced else 0.0
+        )
+        for seat, join in enumerate(world.formed.joins)
+    ]
+    world.formed = msgspec.structs.replace(world.formed, joins=tuple(joins))
+    world.run().check()
+    report = world.processes[0].report
+    assert report is not None
+    lagging = [b.peer[0] for b in report.blames if b.reason == "lagging"]
+    assert lagging == ([] if announced else [3])
+    if announced:
+        world.check_exact()
