@@ -101,6 +101,7 @@ PUBLIC_NAMES = [
     "Nesterov",
     "Optimizer",
     "Outcome",
+    "OverlappedGradientAveraging",
     "RoundReport",
     "Swarm",
     "SwarmConfig",

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     from moshpit.runtime.swarm import Swarm
     from moshpit.training.checkpoint import Checkpoint
     from moshpit.training.optimizer import Optimizer
-    from moshpit.training.strategies import DiLoCo, GradientAveraging, LocalSGD, Nesterov
+    from moshpit.training.strategies import (
+        DiLoCo,
+        GradientAveraging,
+        LocalSGD,
+        Nesterov,
+        OverlappedGradientAveraging,
+    )
 
 __version__ = "0.1.0"
 
@@ -35,6 +41,7 @@ __all__ = [
     "Nesterov",
     "Optimizer",
     "Outcome",
+    "OverlappedGradientAveraging",
     "RoundReport",
     "Swarm",
     "SwarmConfig",
@@ -54,6 +61,7 @@ _HOME = {
     "Nesterov": "training.strategies",
     "Optimizer": "training.optimizer",
     "Outcome": "events",
+    "OverlappedGradientAveraging": "training.strategies",
     "RoundReport": "events",
     "Swarm": "runtime.swarm",
     "SwarmConfig": "config",

@@ -34,11 +34,14 @@ class MemoryAveraging:
         differences: bool = False,
         hidden_s: float = 0.0,
         exact_head: int = 0,
+        filling: bool = False,
     ) -> None:
         assert feedback is None or (differences and weight > 0)
         assert hidden_s == 0.0 or not in_place
         self.vector, self.weight, self.waiting = vector, weight, waiting
         self.values = vector.clone()
+        self.lacking = vector.numel() if filling else 0
+        self.filled: Callable[[], None] | None = None
         self.codec, self.differences, self.exact_head = codec, differences, exact_head
         self.feedback, self.in_place, self.hidden_s = feedback, in_place, hidden_s
         self.ended = threading.Event()
@@ -58,6 +61,17 @@ class MemoryAveraging:
         self.mean = self.vector.copy_(mean) if self.in_place else mean.clone()
         self.report = report
         self.ended.set()
+
+    def ready(self, start: int, stop: int) -> None:
+        self.lacking -= stop - start
+        assert self.lacking >= 0, "some numbers came twice"
+        if self.lacking == 0 and stop > start:
+            self.values = self.vector.clone()
+            self.filled()
+
+    def means(self, start: int, stop: int) -> torch.Tensor:
+        self.wait()
+        return self.mean[start:stop]
 
     def done(self) -> bool:
         return self.ended.is_set()
@@ -147,6 +161,7 @@ class MemorySwarm:
         with self.lock:
             assert index not in self.begun
             self.begun[index] = averaging
+            averaging.filled = self.release_if_filled
             self._end_if_all_are_here()
             return self.begun.get(index) or self.last[index]
 
@@ -161,8 +176,14 @@ class MemorySwarm:
             self.held = False
             self._end_if_all_are_here()
 
+    def release_if_filled(self) -> None:
+        with self.lock:
+            self._end_if_all_are_here()
+
     def _end_if_all_are_here(self) -> None:
         if self.held or not self.here or any(i not in self.begun for i in self.here):
+            return
+        if any(averaging.lacking for averaging in self.begun.values()):
             return
         schemas = {self.peers[i].attached[0] for i in self.begun}
         assert len(schemas) == 1, "peers of different schemas would not meet"

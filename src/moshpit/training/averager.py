@@ -37,6 +37,16 @@ class Averaging(Protocol):
         """What really happened, once it is done."""
         ...
 
+    def ready(self, start: int, stop: int) -> None:
+        """Say that the numbers [start, stop) of the vector are final, if it was not complete when
+        the averaging began."""
+        ...
+
+    def means(self, start: int, stop: int) -> torch.Tensor:
+        """Block until these numbers of the mean are known, if the vector was not complete when the
+        averaging began; return them. As `mean`, where nothing came they are this peer's own."""
+        ...
+
     @property
     def settled(self) -> bool:
         """Whether nobody can ask for anything of it any more, so that the memory of its vectors
@@ -86,6 +96,7 @@ class Averager(Protocol):
         differences: bool = False,
         hidden_s: float = 0.0,
         exact_head: int = 0,
+        filling: bool = False,
     ) -> Averaging:
         """Start this epoch's averaging of ``vector`` (float32, one dimension, CPU), which is
         not touched until it is done. ``weight`` 0 only receives.
@@ -93,7 +104,8 @@ class Averager(Protocol):
         What this peer sends is written in ``codec``, but for ``exact_head`` numbers at the
         beginning, which lose nothing; ``feedback`` keeps what it loses. ``"auto"`` may choose
         codecs for ``differences`` only, and let the averaging take ``hidden_s`` seconds, for
-        which nobody waits. ``in_place``: the mean is wanted in the memory of ``vector``."""
+        which nobody waits. ``in_place``: the mean is wanted in the memory of ``vector``.
+        ``filling``: the vector becomes complete while it is averaged, see `Averaging.ready`."""
         ...
 
     def leave(self) -> None:

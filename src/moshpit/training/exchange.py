@@ -40,11 +40,13 @@ class Exchange:
             codec=snapshot.codec,
             feedback=snapshot.feedback,
             # With feedback, what is sent is not the values, and those are wanted if all fails.
-            in_place=waits and snapshot.feedback is None,
+            in_place=waits and snapshot.feedback is None and not snapshot.filling,
             differences=snapshot.differences,
             hidden_s=hidden_s,
             exact_head=snapshot.exact_head,
+            filling=snapshot.filling,
         )
+        self._strategy.begun(averaging)
         return averaging, snapshot
 
     def ended(self, averaging: Averaging, snapshot: Snapshot, *, used: bool) -> None:

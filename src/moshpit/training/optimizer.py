@@ -24,8 +24,10 @@ from moshpit.training.averager import Averager, Averaging
 from moshpit.training.checkpoint import Checkpoint
 from moshpit.training.exchange import Exchange
 from moshpit.training.samples import BatchWatcher
+from moshpit.training.scaling import unscale
 from moshpit.training.stats import Pace, TrainingStats
 from moshpit.training.strategies import Closure, Snapshot, Strategy
+from moshpit.training.strategies.base import Handle
 from moshpit.training.tensors import is_finite
 from moshpit.types import short
 
@@ -109,6 +111,7 @@ class Optimizer(torch.optim.Optimizer):
         if batch_size is None:
             self._watcher = BatchWatcher((p.tensor for p in strategy.parameters()), model)
         self._exchange = Exchange(swarm, strategy)
+        strategy.connect(Handle(self._begin_early, self.flush, self._expected, self._note_wait))
         self._pending: tuple[Averaging, Snapshot] | None = None
         self._pace = Pace()
         self._drift = ""
@@ -163,6 +166,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, plus the epoch and the strategy's own."""
+        if self._strategy.begins_itself:
+            self.flush()
         own = {"epoch": self._epoch, "strategy": self._strategy.state_dict()}
         return {**self.inner.state_dict(), _STATE_KEY: own}
 
@@ -245,7 +250,7 @@ class Optimizer(torch.optim.Optimizer):
         self._stepped = True
         before = self._strategy.samples
         loss = None
-        if self._unscale():
+        if unscale(self, self._strategy):
             loss = self._strategy.local_step(closure, lambda: self._count(samples))
         else:
             self._skip_batch()
@@ -293,6 +298,13 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             self._pace.resume(self._note_wait(started))
 
+    def flush(self) -> None:
+        """Wait for the averaging under way and take its mean, if ``step()`` has begun one."""
+        if self._pending is not None and self._strategy.filled:
+            started = time.monotonic()
+            self._wait()
+            self._note_wait(started)
+
     def _leave(self, departure: leaving.Departure) -> NoReturn:
         """Finish the averaging under way if its time suffices, tell the swarm, save, end."""
         departure.unwind()
@@ -313,32 +325,9 @@ class Optimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Stop watching the model. The swarm is closed by its owner."""
         leaving.looping(False)
+        self._strategy.close()
         if self._watcher is not None:
             self._watcher.close()
-
-    def _unscale(self) -> bool:
-        """Undo the scaling of `torch.amp.GradScaler`, which leaves its scale and what it found
-        at the optimizer for the time of a step; return whether the gradients are finite."""
-        found: torch.Tensor | None = getattr(self, "found_inf", None)
-        if found is None:
-            return True
-        if found.item() > 0:
-            return False
-        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
-        if scale is None:  # unscaled by the user, to clip
-            return True
-        inverse = 1.0 / scale.item()
-        for named in self._strategy.parameters():
-            gradient = named.tensor.grad
-            if gradient is None:
-                continue
-            if gradient.dtype == torch.float16:
-                raise ConfigError(
-                    f"the gradient of {named.name} is float16, too coarse to be unscaled: keep the "
-                    "parameters in float32 and run the forward pass under torch.autocast"
-                )
-            gradient.mul_(inverse)
-        return True
 
     def _skip_batch(self) -> None:
         if self._watcher is not None:
@@ -348,15 +337,21 @@ class Optimizer(torch.optim.Optimizer):
 
     def _count(self, samples: float | None) -> float:
         if samples is None:
-            if self._batch_size is not None:
-                return float(self._batch_size)
-            assert self._watcher is not None
-            return float(self._watcher.take())
+            expected = self._expected()
+            if self._watcher is not None:
+                self._watcher.take()
+            return expected
         if not 0 <= samples < float("inf"):
             raise ConfigError(f"step(samples={samples!r}): give a number of samples, 0 or more")
         if self._watcher is not None:
             self._watcher.forget()
         return float(samples)
+
+    def _expected(self) -> float:
+        if self._batch_size is not None:
+            return float(self._batch_size)
+        assert self._watcher is not None
+        return float(self._watcher.seen)
 
     def _note_wait(self, started: float) -> float:
         now = time.monotonic()
@@ -398,7 +393,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         self._epoch = self._swarm.epoch + self._epoch_offset
         self._swarm.report_progress(self._strategy.samples, self._pace.rate, self._pace.step_s)
-        if self._swarm.averaging_due:
+        if self._swarm.averaging_due and not self._strategy.begins_itself:
             self._begin(waits=not self._strategy.overlap)
             if not self._strategy.overlap:
                 self._wait()
@@ -414,6 +409,13 @@ class Optimizer(torch.optim.Optimizer):
                 self._epoch,
             )
             self._stats = replace(self._stats, nonfinite=self._stats.nonfinite + 1)
+
+    def _begin_early(self) -> None:
+        """The strategy begins an averaging, in the backward pass."""
+        self._check_drift()
+        self._attach()
+        self._swarm.report_progress(self._strategy.samples, self._pace.rate, self._pace.step_s)
+        self._begin(waits=False)
 
     def _wait(self) -> EpochReport:
         assert self._pending is not None

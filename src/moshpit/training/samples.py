@@ -100,18 +100,27 @@ class BatchWatcher:
         # A hook after the pass: it also runs for the very pass in which the model was found.
         self._handle = module.register_forward_hook(count, with_kwargs=True)
 
-    def take(self) -> int:
-        """Return the samples seen since the last call, and start again from zero.
+    @property
+    def seen(self) -> int:
+        """The samples seen since the last `take`.
 
         Raises:
-            ConfigError: nothing was seen, so the number is not known.
+            ConfigError: none, so the number is not known.
         """
-        taken, self._count = self._count, 0
-        if taken == 0:
+        if self._count == 0:
             raise ConfigError(
                 "no forward pass of a module that owns these parameters, with a tensor "
                 f"argument, was seen since the last step; {_HOW}"
             )
+        return self._count
+
+    def take(self) -> int:
+        """Return the samples seen since the last call, and start again from zero.
+
+        Raises:
+            ConfigError: as `seen`.
+        """
+        taken, self._count = self.seen, 0
         return taken
 
     def own(self, parameters: Iterable[torch.Tensor]) -> None:

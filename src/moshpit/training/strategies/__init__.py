@@ -4,6 +4,7 @@ from moshpit.training.strategies.base import Closure, Snapshot, Strategy
 from moshpit.training.strategies.diloco import DiLoCo, Nesterov
 from moshpit.training.strategies.gradient_averaging import GradientAveraging
 from moshpit.training.strategies.local_sgd import LocalSGD
+from moshpit.training.strategies.overlapped import OverlappedGradientAveraging
 
 __all__ = [
     "Closure",
@@ -11,6 +12,7 @@ __all__ = [
     "GradientAveraging",
     "LocalSGD",
     "Nesterov",
+    "OverlappedGradientAveraging",
     "Snapshot",
     "Strategy",
 ]

@@ -20,6 +20,31 @@ _NORM_PIECE = 1 << 20  # numbers made float64 at a time
 log = logging.getLogger("moshpit.training")
 
 
+def starting_schema(schema: bytes, parameters: Sequence[Named]) -> bytes:
+    """Return a schema that is another one for peers that begin with other parameters."""
+    start = torch.round(fingerprint(parameters) / FINGERPRINT_TOLERANCE)
+    text = " ".join(str(int(number.item())) for number in start).encode()
+    return hashlib.blake2b(schema + text, digest_size=8).digest()
+
+
+def check_fingerprint(mean: torch.Tensor, mine: torch.Tensor) -> None:
+    """Raise `DriftError` if the peers' fingerprints differ from this one's."""
+    if not torch.allclose(mean, mine, rtol=0, atol=FINGERPRINT_TOLERANCE):
+        raise DriftError(
+            "the peers hold different parameters, so their gradients do not belong together: "
+            "some have made steps without the others. Start them again from one checkpoint or "
+            "with the same torch.manual_seed, and let them find each other before the first "
+            "step: swarm.wait_for_peers(n)"
+        )
+
+
+def norm_of(vector: torch.Tensor) -> float:
+    """Return the norm, summed in float64 piece by piece."""
+    starts = range(0, vector.numel(), _NORM_PIECE)
+    pieces = [vector[at : at + _NORM_PIECE] for at in starts]
+    return math.sqrt(sum(piece.double().square().sum().item() for piece in pieces))
+
+
 @final
 class GradientAveraging(Strategy):
     r"""One large synchronous batch, made by all peers together.
@@ -80,9 +105,7 @@ class GradientAveraging(Strategy):
 
     def layout(self) -> tuple[bytes, int]:
         schema, numel = super().layout()
-        start = torch.round(fingerprint(self.parameters()) / FINGERPRINT_TOLERANCE)
-        text = " ".join(str(int(number.item())) for number in start).encode()
-        return hashlib.blake2b(schema + text, digest_size=8).digest(), numel
+        return starting_schema(schema, self.parameters()), numel
 
     def local_step(self, closure: Closure | None, samples: Callable[[], float]) -> Any:
         loss = None
@@ -131,13 +154,7 @@ class GradientAveraging(Strategy):
         mine = self._fingerprint.clone()
         layout = self._layouts.of(self._in_order(means))
         layout.write_back(self._clipped(mean, means))
-        if not torch.allclose(self._fingerprint, mine, rtol=0, atol=FINGERPRINT_TOLERANCE):
-            raise DriftError(
-                "the peers hold different parameters, so their gradients do not belong together: "
-                "some have made steps without the others. Start them again from one checkpoint or "
-                "with the same torch.manual_seed, and let them find each other before the first "
-                "step: swarm.wait_for_peers(n)"
-            )
+        check_fingerprint(self._fingerprint, mine)
         bad = first_nonfinite(means)
         if bad is not None:
             if snapshot.feedback is not None:  # what is left of such numbers would spoil others
@@ -158,9 +175,7 @@ class GradientAveraging(Strategy):
             return mean
         stop = mean.numel()
         start = stop - sum(g.tensor.numel() for g in gradients)
-        starts = range(start, stop, _NORM_PIECE)
-        pieces = [mean[at : min(at + _NORM_PIECE, stop)] for at in starts]
-        norm = math.sqrt(sum(piece.double().square().sum().item() for piece in pieces))
+        norm = norm_of(mean[start:stop])
         if norm <= self.max_grad_norm:
             return mean
         clipped = mean.clone()
