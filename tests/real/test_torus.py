@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from .harness import Event, RealPeer, real_swarm
@@ -57,3 +59,19 @@ def test_rows_and_columns_that_are_not_full_are_exact_too() -> None:
             assert result["mean_error"] < 1e-4
         assert len({r["digest"] for r in results}) == 1
         assert sorted(len(r["rounds"]) for r in results) == [1, 2, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.timeout(400)
+def test_a_peer_that_is_killed_costs_its_slice_the_columns_mean_at_most() -> None:
+    with real_swarm(4_000_000, "--group-size", "3", "--schedule", "torus", *PATIENT) as swarm:
+        swarm.start(9)
+        swarm.average(swarm.peers)
+        *others, victim = swarm.peers
+        swarm.begin(swarm.peers)
+        victim.expect("averaging")
+        victim.signal(signal.SIGKILL)
+        for result in [peer.expect("averaged", 120.0) for peer in others]:
+            assert not result["stale"]
+            assert result["outcome"] != "failed", result
+            row = next(r for r in result["rounds"] if not r["span"])
+            assert row["missing"] == []  # degraded at worst, never lost
