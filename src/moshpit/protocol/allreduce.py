@@ -368,7 +368,7 @@ class AllReduce:
         self._patience.chunk(seat, now)
         if header.kind is ChunkKind.RESULT:
             self._result(seat, header, event.fault, now)
-        elif not self._ledger.knows(header.chunk):
+        elif header.kind is not ChunkKind.CONTRIBUTION or not self._ledger.knows(header.chunk):
             self._refuse_sender(seat, "bad-chunk", f"chunk {header.chunk}")
         elif partner:
             flaw = self._reductions.contribution(seat, header, event.fault, now)
