@@ -114,6 +114,21 @@ def test_a_contribution_to_ones_own_part_takes_the_residual_along() -> None:
     assert torch.equal(feedback.residual[SECOND], kept[SECOND])
 
 
+def test_what_a_mean_loses_is_the_reducers() -> None:
+    """However the masses are, what arrives in the end is what was meant."""
+    feedback, others = ErrorFeedback(512), values(2)
+    sent, meant = torch.zeros(512), torch.zeros(512)
+    for mass in (1.0, 5.0, 2.0, 0.5) * 10:
+        feedback.weigh(mass)
+        mean = (mass * feedback.exact(BOTH, values()) + 4 * others) / (mass + 4)
+        payload = INT4.encode(mean)
+        feedback.reduced(BOTH, mean, INT4, payload, mass / (mass + 4))
+        feedback.commit()
+        sent += (mass + 4) * INT4.decode(payload)
+        meant += mass * values() + 4 * others
+    assert torch.allclose(sent + mass * feedback.residual, meant, rtol=1e-4, atol=1e-2)
+
+
 def test_values_may_be_overwritten_before_the_round_is_over() -> None:
     """As results do, where they take the place of the local vector."""
     feedback, x = ErrorFeedback(512), values()

@@ -132,7 +132,8 @@ class Averaging:
             return Encoding.without_own()
         if isinstance(self.codec, AutoCodec):
             return self.codec.choose(formed, seat, 4 * self.plan.numel)
-        return Encoding.uniform(self.codec)
+        # What further rounds average are means: dense, and no feedback keeps what they lose.
+        return Encoding.uniform(self.codec.result_codec if self.stores else self.codec)
 
     def remember_losses(self) -> None:
         """The first round has ended, and all of it is done: keep what its codec has lost of what is

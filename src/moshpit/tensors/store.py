@@ -142,6 +142,7 @@ class RoundStore:
             encoding = Encoding.uniform(encoding)
         self._encoding = encoding
         self._feedback = feedback
+        self._own: dict[int, float] = {}  # this peer's mass in the chunks that it reduces
         self._exact = exact
         self._before = before
         self._span = span
@@ -164,7 +165,9 @@ class RoundStore:
         more, because this peer has the result."""
         if self._gone or (self._in_place and chunk in self._have):
             return None
-        codec = _EXACT if chunk < self._exact else self._encoding.contribution(chunk)
+        codec = (
+            _EXACT if self._plan.place(chunk) < self._exact else self._encoding.contribution(chunk)
+        )
         values = self._local(chunk)
         if self._feedback is not None:
             return codec, self._feedback.encode(codec, self._plan.slice(chunk), values)
@@ -259,6 +262,7 @@ class RoundStore:
         values = self._local(chunk)
         if self._feedback is not None:
             values = self._feedback.exact(self._plan.slice(chunk), values)
+            self._own[chunk] = mass
         if not self._add(chunk, values, mass):
             self._sums[chunk] = WeightedSum(values.clone(), mass)
 
@@ -280,10 +284,15 @@ class RoundStore:
         total.mean_into(place)
         self.reset(chunk)
         if self._encoding.result is not None:
-            self._came_in[chunk] = _EXACT if chunk < self._exact else self._encoding.result
+            self._came_in[chunk] = (
+                _EXACT if self._plan.place(chunk) < self._exact else self._encoding.result
+            )
         codec = self._came_in.get(chunk, _EXACT)
         if not codec.in_place:
             payload = codec.encode(place)
+            if self._feedback is not None and chunk in self._own:
+                share = self._own[chunk] / mass
+                self._feedback.reduced(self._plan.slice(chunk), place, codec, payload, share)
             codec.decode_into(payload, place)
             self._payloads[chunk] = payload
         self._have.add(chunk)

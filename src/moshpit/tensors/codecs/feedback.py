@@ -4,6 +4,9 @@ In round t a peer sends :math:`C(x_t + e_t)` and keeps
 :math:`e_{t+1} = x_t + e_t - C(x_t + e_t)`. The sum of what was sent then differs from the sum of
 what was meant by one residual, however many rounds there are, and not by one error a round.
 
+Who reduces a chunk encodes its mean, and knows what that loses. Divided by its own share of the
+mass it is as if its own contribution had lost it, and becomes part of its residual (`reduced`).
+
 The residual moves only when a round is over: within it, a chunk can be encoded again (for the next
 reducer, when one dies) and gives the same bytes.
 
@@ -17,7 +20,7 @@ from collections.abc import Iterable
 import torch
 
 from moshpit.errors import LayoutError
-from moshpit.tensors.codecs.base import FLOAT_MAX, Codec
+from moshpit.tensors.codecs.base import FLOAT_MAX, Codec, Payload
 from moshpit.tensors.codecs.scratch import scratch
 from moshpit.tensors.reduce import is_finite
 
@@ -50,6 +53,7 @@ class ErrorFeedback:
     def __init__(self, numel: int) -> None:
         self._residual = torch.zeros(numel)
         self._next: torch.Tensor | None = None
+        self._mass = 0.0
         self._pending: dict[int, int] = {}
         self._committed: dict[int, int] = {}
 
@@ -84,6 +88,30 @@ class ErrorFeedback:
         self._after(place).zero_()
         return meant
 
+    def reduced(
+        self, place: slice, mean: torch.Tensor, codec: Codec, payload: Payload, share: float
+    ) -> None:
+        """This peer has reduced a chunk: what its codec loses of the mean, which nobody else
+        knows, goes into this peer's next contribution. After `exact`.
+
+        Args:
+            place: the chunk's place in the vector.
+            mean: shape (stop - start,).
+            codec: of the result.
+            payload: the mean in it.
+            share: of this peer's mass in that of the mean.
+        """
+        after = self._after(place)
+        codec.decode_into(payload, after)
+        torch.sub(mean, after, out=after)
+        after.div_(share).clamp_(-FLOAT_MAX, FLOAT_MAX)
+
+    def weigh(self, mass: float) -> None:
+        """Say the mass of the next contributions: what earlier ones have lost was of another."""
+        if self._mass not in (0.0, mass):
+            self._residual.mul_(self._mass / mass).clamp_(-FLOAT_MAX, FLOAT_MAX)
+        self._mass = mass
+
     def commit(self, left_out: Iterable[slice] = ()) -> None:
         """The round is over: keep what was lost.
 
@@ -113,12 +141,16 @@ class ErrorFeedback:
     def reset(self) -> None:
         """Forget all that was lost, and the round that is under way."""
         self._residual.zero_()
+        self._mass = 0.0
         self._pending.clear()
         self._committed = {}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return what the next rounds depend on; a copy. A round under way is not in it."""
-        return {"residual": self._residual.clone()}
+        return {
+            "residual": self._residual.clone(),
+            "mass": torch.tensor(self._mass, dtype=torch.float64),
+        }
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take over a state; a round under way is forgotten.
@@ -130,6 +162,7 @@ class ErrorFeedback:
         if residual is None or residual.shape != self._residual.shape:
             raise LayoutError(f"no residual of {self._residual.numel()} numbers in this state")
         self._residual.copy_(residual)
+        self._mass = float(state.get("mass", 0.0))
         self._pending.clear()
         self._committed = {}
 

@@ -276,6 +276,7 @@ class Strategy(ABC):
             return replace(snapshot, differences=True)
         if feedback is None or feedback.residual.numel() != numel:
             feedback = self._feedback = ErrorFeedback(numel)
+        feedback.weigh(snapshot.weight)
         return replace(snapshot, differences=True, feedback=feedback)
 
 
