@@ -24,14 +24,15 @@ PATIENCE_S = 5.0  # a peer that is killed is noticed by its sockets
 OPTIONS = {"listen": "127.0.0.1:0", "identity": "new", "preset": "local"}
 
 
-def patient(wait_s, group_size=16):
+def patient(wait_s, group_size=16, chunk_bytes_min=4096):
     """Options with which a busy machine is no fault."""
     local = moshpit.preset("local")
     matchmaking = replace(
         local.matchmaking, group_size=group_size, call_timeout_s=wait_s, join_timeout_s=wait_s
     )
     rounds = replace(local.round, stall_s=wait_s, deadline_s_min=100.0)
-    config = replace(local, matchmaking=matchmaking, round=rounds)
+    transport = replace(local.transport, chunk_bytes_min=chunk_bytes_min)
+    config = replace(local, matchmaking=matchmaking, round=rounds, transport=transport)
     return {"listen": "127.0.0.1:0", "identity": "new", "config": config}
 
 
@@ -120,6 +121,56 @@ def test_two_peers_end_with_the_same_bytes(make, two_swarms, together):
         stats = trainer.opt.stats
         assert stats.failed == stats.stale == stats.alone == 0
         assert stats.averagings >= EPOCHS + 1
+
+
+CODED = {
+    "local-float16": lambda n: moshpit.LocalSGD(n, codec="float16"),
+    "gradients-topk": lambda n: moshpit.GradientAveraging(n, codec="topk"),
+    "gradients-auto": lambda n: moshpit.GradientAveraging(n, codec="auto"),
+    "diloco-int4": lambda n: moshpit.DiLoCo(n, codec="int4"),
+}
+
+
+@pytest.mark.parametrize("make", CODED.values(), ids=CODED.keys())
+def test_codecs_over_sockets(make, invite, together):
+    """Several chunks, so that only the first is exact; a slow link, so that "auto" compresses."""
+    options = {**patient(wait_s=60.0, chunk_bytes_min=32), "bandwidth_mbit": 1.0}
+    with joined(invite, 2, options) as swarms:
+        peers = [Trainer(swarm, make(16 * BATCH), seed=i) for i, swarm in enumerate(swarms)]
+        wait_until_all_are_attached(swarms)
+        start = peers[0].loss().item()
+        reports = together(*[lambda t=t: t.train(lambda epoch: epoch >= 10) for t in peers])
+    for p, q in zip(peers[0].model.parameters(), peers[1].model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    for trainer in peers:
+        assert trainer.opt.stats.failed == trainer.opt.stats.partial == 0
+    assert len(reports[0].rounds[0].ledger) > 2, "chunks"
+    assert peers[0].loss().item() < start
+    feedback = peers[0].opt._strategy._feedback
+    if isinstance(peers[0].opt._strategy, moshpit.LocalSGD):
+        assert feedback is None
+    else:
+        assert feedback.residual.abs().max() > 0, "nothing was lost, so nothing was encoded"
+
+
+@pytest.mark.parametrize("codec", ["topk", "int4"])
+def test_codecs_on_a_grid(codec, invite, together):
+    """Two rounds of pairs: what is lost on the way is not so much that anchors part."""
+    options = patient(wait_s=60.0, group_size=2, chunk_bytes_min=32)
+    with joined(invite, 4, options) as swarms:
+        outer = moshpit.Nesterov(momentum=0.0)
+        strategies = [moshpit.DiLoCo(64 * BATCH, outer, overlap=False, codec=codec) for _ in swarms]
+        peers = [
+            Trainer(*own, seed=i) for i, own in enumerate(zip(swarms, strategies, strict=True))
+        ]
+        wait_until_all_are_attached(swarms)
+        together(*[t.train for t in peers])
+    assert min(s.outer_steps for s in strategies) >= EPOCHS
+    assert [s.realignments for s in strategies] == [0] * 4
+    assert [t.opt.stats.carried for t in peers] == [0] * 4
+    first, *others = (nn.utils.parameters_to_vector(t.model.parameters()) for t in peers)
+    for other in others:
+        torch.testing.assert_close(first, other, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
