@@ -46,11 +46,13 @@ from moshpit.runtime.bandwidth import LinkWatch
 from moshpit.runtime.helpdesk import HelpDesk
 from moshpit.runtime.jobs import Averaging
 from moshpit.runtime.rounds import Rounds
+from moshpit.runtime.statesync import StateDesk
 from moshpit.tensors.layout import ChunkPlan
 from moshpit.transport.base import Transport
 from moshpit.types import Address, PeerId, Role
-from moshpit.wire.framing import ChunkHeader
+from moshpit.wire.framing import ChunkHeader, ChunkKind
 from moshpit.wire.messages import HELP_MESSAGES, Admission, AnyMessage, PeerRecord
+from moshpit.wire.transfer import STATE_MESSAGES
 
 CONTACT_RETRY_S = 3.0  # guess: how often the ticket's addresses are tried while alone
 CONTACT_RETRY_FIRST_S = 0.2  # guess: the first pause; the others often start at the same time
@@ -111,6 +113,7 @@ class Driver:
         self.counters = Counters()
         self._rounds = Rounds(transport)
         self._desk = HelpDesk(transport, self._tell, dial_s=config.transport.dial_timeout_s)
+        self.states = StateDesk(transport, self._tell, config.transport.chunk_bytes)
         self._link = LinkWatch(transport.flow, self._measured, given=record.up)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -143,6 +146,7 @@ class Driver:
             self._record, addresses=tuple((a.host, a.port) for a in known)
         )
         self.node = Node(self._signer, record, self._config, Random(), self._loop.time())
+        self.states.epoch = lambda: self.node.epoch
         self._started = True
         self._contacts = [c for c in contacts if c not in known]
         self._run([])
@@ -195,6 +199,7 @@ class Driver:
             self._timer.cancel()
         self._link.stop()
         await self._desk.close()
+        await self.states.close()
         await self._transport.close()
         self._rounds.fail(ClosedError("the swarm was closed"))
 
@@ -378,17 +383,22 @@ class Driver:
     def on_lost(self, peer: PeerId, refused: bool, detail: str) -> None:
         """See `moshpit.transport.base.Handler`."""
         self._rounds.forget(peer)
+        self.states.lost(peer)
         self.handle(LinkDown(peer, refused, detail))
 
     def on_message(self, peer: PeerId, message: AnyMessage) -> None:
         """See `moshpit.transport.base.Handler`."""
         if isinstance(message, HELP_MESSAGES):
             self._desk.handle(peer, message)
+        elif isinstance(message, STATE_MESSAGES):
+            self.states.handle(peer, message)
         else:
             self.handle(Received(peer, message))
 
     def chunk_sink(self, peer: PeerId, header: ChunkHeader) -> memoryview | None:
         """See `moshpit.transport.base.Handler`."""
+        if header.kind is ChunkKind.STATE:
+            return self.states.sink(peer, header)
         sink, fault = self._rounds.sink(peer, header)
         if sink is None:
             self.handle(ChunkArrived(peer, header, fault))
@@ -397,6 +407,9 @@ class Driver:
     def on_chunk(self, peer: PeerId, header: ChunkHeader) -> None:
         """See `moshpit.transport.base.Handler`."""
         assert not self._busy, "a chunk arrived in the middle of another event"
+        if header.kind is ChunkKind.STATE:
+            self.states.arrived(peer, header)
+            return
         fault = self._rounds.arrived(peer, header)
         if fault is None:
             return
@@ -409,6 +422,7 @@ class Driver:
     def chunks_wanted(self, peer: PeerId) -> None:
         """See `moshpit.transport.base.Handler`."""
         self._rounds.outbox.pump(peer)
+        self.states.pump(peer)
 
     def bulk_reset(self, peer: PeerId) -> None:
         """See `moshpit.transport.base.Handler`."""

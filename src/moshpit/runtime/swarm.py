@@ -22,6 +22,7 @@ from moshpit.runtime.company import NUMEL_BYTES, SwarmStats, all_attached, check
 from moshpit.runtime.driver import Driver, Listeners
 from moshpit.runtime.jobs import Averaging
 from moshpit.runtime.record import advertised, own_record
+from moshpit.runtime.states import StateSync
 from moshpit.tensors.codecs import ErrorFeedback
 from moshpit.tensors.layout import ChunkPlan, VectorLayout
 from moshpit.tensors.reduce import is_finite
@@ -101,6 +102,7 @@ class Swarm:
         except BaseException:
             self._thread.stop()
             raise
+        self.states = StateSync(self._thread, self._driver, self.peer_id, self._detach)
         self.addresses: tuple[Address, ...] = transport.addresses
         atexit.register(self.close)
 
@@ -297,6 +299,15 @@ class Swarm:
         self._schema, self._numel, self._target = wire_schema, numel, samples_per_epoch
         self._plan = plan
         return True
+
+    def _detach(self) -> None:
+        """Average nothing until `attach` is called again: the others do not wait for this peer."""
+
+        async def detach() -> None:
+            self._driver.attach(b"", self._target)
+
+        self._thread.call(detach())
+        self._schema = b""
 
     @property
     def epoch(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar, final
 
@@ -155,6 +156,11 @@ class Checkpoint:
         return None
 
     # --- what moshpit.Optimizer calls -------------------------------------------------------
+
+    @property
+    def added(self) -> Mapping[str, Stateful]:
+        """What was added, by name."""
+        return self._added
 
     def attach(
         self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, owner: str

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from moshpit.errors import ClosedError, ConfigError, DriftError, LocalError, MoshpitError
+from moshpit.errors import ClosedError, ConfigError, LocalError, MoshpitError
 from moshpit.events import EpochReport, Outcome
 from moshpit.runtime import leaving
 from moshpit.runtime.ambient import get_resume
@@ -25,6 +25,7 @@ from moshpit.training.checkpoint import Checkpoint
 from moshpit.training.exchange import Exchange
 from moshpit.training.samples import BatchWatcher
 from moshpit.training.scaling import unscale
+from moshpit.training.standing import LOOK_S, Standing
 from moshpit.training.stats import Pace, TrainingStats
 from moshpit.training.strategies import Closure, Snapshot, Strategy
 from moshpit.training.strategies.base import Handle
@@ -34,7 +35,6 @@ from moshpit.types import short
 log = logging.getLogger("moshpit.training")
 
 _STATE_KEY = "moshpit"
-_LOOK_S = 0.1  # guess: how soon a wait for the others sees that the process is to end
 _NO_CHECKPOINT = (
     "--resume: this script makes no moshpit.Checkpoint; give one to the optimizer: "
     "moshpit.Optimizer(..., checkpoint=moshpit.Checkpoint(DIR))"
@@ -61,6 +61,8 @@ class Optimizer(torch.optim.Optimizer):
             peer's own.
         checkpoint: saves this peer's training as it goes, and brings it, here and now, into the
             state to begin with.
+        catch_up: when the swarm is ahead (this peer joined late, was paused or cut off), fetch
+            its state in ``step()``, whose batch then is left out; see docs/howto/joining.md.
 
     Example:
         >>> import moshpit
@@ -93,11 +95,11 @@ class Optimizer(torch.optim.Optimizer):
         batch_size: float | None = None,
         model: torch.nn.Module | None = None,
         checkpoint: Checkpoint | None = None,
+        catch_up: bool = True,
     ) -> None:
         if batch_size is not None and not 0 < batch_size < float("inf"):
             raise ConfigError(f"batch_size: {batch_size!r}; give a positive number of samples")
         self._ready = False
-        self._attached = False
         self._stepped = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner = optimizer
@@ -114,10 +116,9 @@ class Optimizer(torch.optim.Optimizer):
         strategy.connect(Handle(self._begin_early, self.flush, self._expected, self._note_wait))
         self._pending: tuple[Averaging, Snapshot] | None = None
         self._pace = Pace()
-        self._drift = ""
-        self._next_swarm_epoch = 0
-        self._epoch_offset = 0
-        self._resumed_epoch = 0
+        self._standing = Standing(
+            self, swarm, strategy, model=model, checkpoint=checkpoint, catch_up=catch_up
+        )
         self._epoch = 0
         self._stats = TrainingStats()
         self._last_report: EpochReport | None = None
@@ -128,8 +129,7 @@ class Optimizer(torch.optim.Optimizer):
             checkpoint.attach(self, model, short(swarm.peer_id))
         elif get_resume() is not None:
             raise ConfigError(_NO_CHECKPOINT)
-        if strategy.layout_known:  # the sooner, the sooner others count on this peer
-            self._attach()
+        self._standing.attach_early()
 
     # --- what is normal about it ------------------------------------------------------------
 
@@ -154,8 +154,8 @@ class Optimizer(torch.optim.Optimizer):
             )
         self.inner.add_param_group(param_group)
         self._share()
-        if self._attached:
-            self._attached = False
+        if self._standing.attached:
+            self._standing.attached = False
             self._attach()
         if self._watcher is not None:
             self._watcher.own(param_group["params"])
@@ -185,10 +185,7 @@ class Optimizer(torch.optim.Optimizer):
         if own is not None:
             self._strategy.load_state_dict(own["strategy"])
             epoch = int(own["epoch"])
-            if self._attached:
-                self._epoch_offset = max(0, epoch - self._swarm.epoch)
-            else:  # the swarm will hear of it, so that its epochs go on from there
-                self._resumed_epoch = self._next_swarm_epoch = epoch
+            self._standing.loaded(epoch)
             self._epoch = max(self._swarm.epoch, epoch)
 
     def __getstate__(self) -> NoReturn:
@@ -245,12 +242,14 @@ class Optimizer(torch.optim.Optimizer):
         leaving.looping(True)
         if self._checkpoint is not None:
             self._checkpoint.between_steps()
-        self._check_drift()
+        came = self._come_in()
         self._share()
         self._stepped = True
         before = self._strategy.samples
         loss = None
-        if unscale(self, self._strategy):
+        if came and closure is None:
+            self._drop_batch()
+        elif unscale(self, self._strategy):
             loss = self._strategy.local_step(closure, lambda: self._count(samples))
         else:
             self._skip_batch()
@@ -262,9 +261,9 @@ class Optimizer(torch.optim.Optimizer):
             self._take_part()
         finally:
             self._pace.resume(self._note_wait(started))
-        departure = leaving.departure()
-        if departure is not None and departure.asked:
-            self._leave(departure)
+        if self._pending is None:
+            self._standing.serve(self._standing.next_epoch, boundary=False)
+        self._leave_if_asked()
         return loss
 
     def finish(self) -> EpochReport:
@@ -278,9 +277,9 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self._checkpoint is not None:
             self._checkpoint.between_steps()
-        self._check_drift()
         started = time.monotonic()
         try:
+            self._come_in()
             self._attach()
             if self._pending is not None:
                 self._wait()
@@ -291,6 +290,7 @@ class Optimizer(torch.optim.Optimizer):
                     break
                 self._begin(waits=True)
                 report = self._wait()
+            self._standing.finished()
             if self._checkpoint is not None:
                 self._checkpoint.finish()
             leaving.looping(False)
@@ -304,6 +304,11 @@ class Optimizer(torch.optim.Optimizer):
             started = time.monotonic()
             self._wait()
             self._note_wait(started)
+
+    def _leave_if_asked(self) -> None:
+        departure = leaving.departure()
+        if departure is not None and departure.asked:
+            self._leave(departure)
 
     def _leave(self, departure: leaving.Departure) -> NoReturn:
         """Finish the averaging under way if its time suffices, tell the swarm, save, end."""
@@ -328,6 +333,12 @@ class Optimizer(torch.optim.Optimizer):
         self._strategy.close()
         if self._watcher is not None:
             self._watcher.close()
+
+    def _drop_batch(self) -> None:
+        """Its gradients belong to the parameters that this peer had before it caught up."""
+        if self._watcher is not None:
+            self._watcher.forget()
+        self.inner.zero_grad()
 
     def _skip_batch(self) -> None:
         if self._watcher is not None:
@@ -362,28 +373,19 @@ class Optimizer(torch.optim.Optimizer):
     # --- averaging --------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        if self._attached:
-            return
-        schema, numel = self._strategy.layout()
-        target = self._strategy.samples_per_epoch
-        self._swarm.attach(schema, numel, target, epoch=self._resumed_epoch)
-        self._attached = True
+        self._standing.attach()
 
-    def _check_drift(self) -> None:
-        """Stop before this peer's gradients, taken at other parameters, harm the others."""
-        if not self._strategy.same_parameters or self._pending is not None:
-            return
-        if self._swarm.epoch > self._next_swarm_epoch:
-            self._drift = (
-                f"the swarm is at epoch {self._swarm.epoch}, and this peer has no part in what "
-                f"came since epoch {self._next_swarm_epoch} (it joined late, or was away)"
-            )
-        if self._drift:
-            raise DriftError(
-                f"{self._drift}: its parameters are not the swarm's any more, which "
-                f"{self._strategy.name} needs. Start all peers again from one checkpoint, or use "
-                "LocalSGD, which brings peers back together at every averaging"
-            )
+    def _come_in(self) -> bool:
+        """Be at the swarm's parameters, or raise; return whether they had to be fetched."""
+        if self._pending is not None:
+            return False
+        came = False
+        if self._standing.behind():
+            started = time.monotonic()
+            came = self._standing.catch_up(self._leave_if_asked)
+            self._pace.resume(self._note_wait(started))
+        self._standing.check()
+        return came
 
     def _take_part(self) -> None:
         self._attach()
@@ -391,7 +393,7 @@ class Optimizer(torch.optim.Optimizer):
             if self._pending[0].done():
                 self._collect()
             return
-        self._epoch = self._swarm.epoch + self._epoch_offset
+        self._epoch = self._swarm.epoch + self._standing.offset
         self._swarm.report_progress(self._strategy.samples, self._pace.rate, self._pace.step_s)
         if self._swarm.averaging_due and not self._strategy.begins_itself:
             self._begin(waits=not self._strategy.overlap)
@@ -412,7 +414,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _begin_early(self) -> None:
         """The strategy begins an averaging, in the backward pass."""
-        self._check_drift()
+        if self._pending is None:
+            self._standing.check()
         self._attach()
         self._swarm.report_progress(self._strategy.samples, self._pace.rate, self._pace.step_s)
         self._begin(waits=False)
@@ -424,7 +427,7 @@ class Optimizer(torch.optim.Optimizer):
             self._pending[0].wait()
         while not self._pending[0].done():
             try:
-                self._pending[0].wait(_LOOK_S)
+                self._pending[0].wait(LOOK_S)
             except TimeoutError:
                 if departure is not None and departure.asked:
                     self._leave(departure)
@@ -452,9 +455,8 @@ class Optimizer(torch.optim.Optimizer):
         elif report.outcome is Outcome.PARTIAL:
             stats = replace(stats, partial=stats.partial + 1)
             log.info("epoch %d is the mean of a part of the group%s", report.epoch, _why(report))
-        if any(r.missing for r in report.rounds if len(r.peers) > 1) or report.stale:
-            self._drift = f"the averaging of epoch {report.epoch} did not reach this peer in full"
-        self._next_swarm_epoch = self._swarm.epoch
+        whole = not report.stale and not any(r.missing for r in report.rounds if len(r.peers) > 1)
+        self._standing.averaged(report.epoch, whole=whole)
         useless = alone or report.outcome is Outcome.FAILED
         used = False
         if useless or not any(mass > 0 for mass in report.rounds[-1].masses):
@@ -472,9 +474,11 @@ class Optimizer(torch.optim.Optimizer):
             self._strategy.keep_local(snapshot)
         self._exchange.ended(averaging, snapshot, used=used)
         self._stats = stats
-        self._epoch = max(self._swarm.epoch, report.epoch + 1) + self._epoch_offset
+        self._epoch = max(self._swarm.epoch, report.epoch + 1) + self._standing.offset
         if self._checkpoint is not None:
             self._checkpoint.epoch_ended()
+        if not report.stale:
+            self._standing.serve(report.epoch + 1, boundary=True)
         return report
 
 

@@ -223,6 +223,10 @@ class TrainingState:
                 if name not in keys:
                     parameter.copy_(theirs[name])
 
+    def names_added(self) -> list[str]:
+        """Return the names of what was added."""
+        return list(self._part("added", copy=False))
+
     def restore_added(self, name: str, thing: Stateful) -> None:
         """Bring one of the things that were added into this state.
 
@@ -249,7 +253,7 @@ class TrainingState:
     def _groups(self) -> list[dict[str, Any]]:
         groups: Any = read_tree(self.contents.get("groups"), self.tensors)
         if not isinstance(groups, list) or not all(
-            isinstance(group, dict) and isinstance(group.get("params"), list)  # pyright: ignore
+            isinstance(group, dict) and isinstance(group.get("params"), list)  # pyright: ignore[reportUnknownMemberType]
             for group in groups  # pyright: ignore[reportUnknownVariableType]
         ):
             raise StateError("it has no parameter groups")

@@ -44,6 +44,8 @@ class ChunkKind(IntEnum):
 
     CONTRIBUTION = 1
     RESULT = 2
+    STATE = 3
+    """A piece of a training state; ``group`` is the first half of its hash."""
 
 
 class ChunkHeader(msgspec.Struct, frozen=True):
@@ -92,7 +94,7 @@ class ChunkHeader(msgspec.Struct, frozen=True):
     ) -> ChunkHeader:
         """Read and check a header; raises `WireError` naming the sender."""
         magic, kind, ballot, chunk, length, codec, reach, group, mass, seats = _HEADER.unpack(data)
-        if magic != _MAGIC or kind not in (1, 2):
+        if magic != _MAGIC or kind not in (1, 2, 3):
             raise WireError(sender, "bad-chunk-header", f"magic {magic:#x}, kind {kind}")
         if length > length_max:
             raise WireError(sender, "oversized", f"chunk of {length} bytes, limit {length_max}")

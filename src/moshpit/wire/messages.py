@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import msgspec
 
+from moshpit.wire.base import Message
 from moshpit.wire.shown import Shown
+from moshpit.wire.transfer import StateMessage
 
 PROTOCOL_VERSION = 1
-
-
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """The base of everything that travels on a control connection after the handshake."""
 
 
 # --- identity -----------------------------------------------------------------------------
@@ -455,6 +453,7 @@ AnyMessage = (
     | Beat | GroupAsk | Takeover | Held | Redo | Want | MemberDone | RoundOver | Refusal
     | BulkOffer | BulkAsk | BulkRefused | LinkProbe | LinkClose
     | Echo | EchoReply | DialBack | DialBackReply
+    | StateMessage
 )  # fmt: skip
 
 MEMBERSHIP_MESSAGES = (Ping, Ack, PingReq, News, Digest, Difference, ViewAsk, Goodbye)

@@ -218,6 +218,11 @@ class Strategy(ABC):
             self._feedback = ErrorFeedback(saved["residual"].numel())
             self._feedback.load_state_dict(saved)
 
+    def taken_over(self) -> None:
+        """The state that was loaded is another peer's: forget what only that one has done."""
+        self.samples = 0.0
+        self._feedback = None
+
     def _inner_step(self, closure: Closure | None, samples: Callable[[], float]) -> Any:
         """Let the wrapped optimizer make a step, and count its samples."""
         if closure is None:

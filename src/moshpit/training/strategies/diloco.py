@@ -318,6 +318,12 @@ class DiLoCo(Strategy):
         self._age = int(state["age"])
         self._sends_parameters = bool(state["sends_parameters"])
 
+    def taken_over(self) -> None:
+        super().taken_over()
+        self._carried, self._carried_epochs = 0.0, 0
+        if self._anchor is not None:  # that peer's local steps are its own contribution
+            self._main_layouts.of(self.parameters()).write_back(self._anchor)
+
 
 def _met(report: EpochReport) -> list[RoundReport]:
     """The rounds in which somebody else was there."""

@@ -207,3 +207,8 @@ class GradientAveraging(Strategy):
         super().load_state_dict(state)
         for named in self.parameters():
             self._sum_of(named.tensor).copy_(state["gradient_sums"][named.name])
+
+    def taken_over(self) -> None:
+        super().taken_over()
+        for total in self._sums.values():
+            total.zero_()

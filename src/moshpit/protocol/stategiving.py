@@ -1,0 +1,227 @@
+"""Giving this peer's training state to those that ask for it (`statesync` is their side).
+
+Rules. Whoever asks has an answer at once. A snapshot is taken when training comes to a place
+for it (`WantSnapshot`; the driver calls `snapshot`), one for all who ask in the same epoch, and
+at most `SNAPSHOTS_MAX` are kept, so that this costs memory for so many states. At most
+`ASKERS_MAX` peers are served, each with at most `QUEUE_MAX` pieces under way. Who keeps silent
+for `ASKER_SILENT_S` is forgotten, and with the last asker the snapshots are. An impossible
+wish is told with its sender's name, who gets nothing more for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, final
+
+import msgspec
+
+from moshpit.events import Notice
+from moshpit.protocol.machine import Emit, Send
+from moshpit.types import PeerId
+from moshpit.wire.transfer import (
+    StateAsk,
+    StateComing,
+    StateDone,
+    StateLack,
+    StateMessage,
+    StateOffer,
+    StateRefused,
+    StateWant,
+)
+
+ASKERS_MAX: Final = 16  # guess
+SNAPSHOTS_MAX: Final = 2  # one that is fetched, and a newer one
+QUEUE_MAX: Final = 16  # guess: four windows
+ASKER_SILENT_S: Final = 150.0  # guess: longer than an asker waits for an offer
+SEQ_MAX: Final = 1 << 62
+HASH_BYTES: Final = 32
+NAME_BYTES: Final = 16
+
+
+class WantSnapshot(msgspec.Struct, frozen=True):
+    """Take a snapshot when training comes to a place for it."""
+
+
+class SendPiece(msgspec.Struct, frozen=True):
+    """Send a piece; call `StateGiving.sent` when it is on its way."""
+
+    peer: PeerId
+    piece: bytes
+
+
+class DropSnapshots(msgspec.Struct, frozen=True):
+    """Free all snapshots but those of these numbers."""
+
+    kept: tuple[int, ...]
+
+
+GiveEffect = Send | Emit | WantSnapshot | SendPiece | DropSnapshots
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What is known of a snapshot here.
+
+    Attributes:
+        number: the driver's.
+        epoch: of it.
+        offer: what askers are told, with their own number in it.
+        pieces: the hashes of all pieces, of the manifest too.
+    """
+
+    number: int
+    epoch: int
+    offer: StateOffer
+    pieces: Mapping[bytes, object]
+
+
+@dataclass(slots=True)
+class _Asker:
+    seq: int
+    heard: float
+    offered: bool = False
+    queued: int = 0
+
+
+@final
+class StateGiving:
+    """Who asks this peer for its state, and what they get."""
+
+    def __init__(self) -> None:
+        self._askers: dict[PeerId, _Asker] = {}
+        self._snapshots: list[Snapshot] = []
+        self._wanted = False
+        self.able = False
+        """Whether there is a training that a snapshot can be taken of."""
+        self.wakeup: float | None = None
+
+    def received(
+        self, peer: PeerId, message: StateMessage, epoch: int, now: float
+    ) -> list[GiveEffect]:
+        """Take an asker's message; ``epoch`` is the one that training is in."""
+        effects: list[GiveEffect] = []
+        asker = self._askers.get(peer)
+        match message:
+            case StateAsk(seq=seq):
+                self._asked(peer, seq, epoch, effects, now)
+            case StateWant(hashes=hashes):
+                self._want(peer, asker, hashes, effects, now)
+            case StateDone(seq=seq) if asker is not None and asker.seq == seq:
+                effects += self.lost(peer)
+            case _:
+                pass
+        self.wakeup = now + ASKER_SILENT_S if self._askers else None
+        return effects
+
+    def snapshot(self, snapshot: Snapshot, now: float) -> list[GiveEffect]:
+        """A snapshot was taken."""
+        self._wanted = False
+        effects: list[GiveEffect] = []
+        self._snapshots.append(snapshot)
+        del self._snapshots[:-SNAPSHOTS_MAX]
+        for peer, asker in self._askers.items():
+            if not asker.offered:
+                self._offer(peer, asker, snapshot, effects, now)
+        self._drop_unused(effects)
+        return effects
+
+    def unable(self) -> list[GiveEffect]:
+        """No snapshot can be taken any more: those who wait for one are told."""
+        self.able = self._wanted = False
+        effects: list[GiveEffect] = []
+        for peer, asker in list(self._askers.items()):
+            if not asker.offered:
+                effects.append(Send(peer, StateRefused(asker.seq, "no-state")))
+                effects += self.lost(peer)
+        return effects
+
+    def sent(self, peer: PeerId) -> None:
+        """A piece is on its way."""
+        asker = self._askers.get(peer)
+        if asker is not None:
+            asker.queued = max(0, asker.queued - 1)
+
+    def lost(self, peer: PeerId) -> list[GiveEffect]:
+        """A peer is gone, or needs nothing more."""
+        effects: list[GiveEffect] = []
+        if self._askers.pop(peer, None) is not None:
+            self._drop_unused(effects)
+        return effects
+
+    def tick(self, now: float) -> list[GiveEffect]:
+        """Time has passed."""
+        effects: list[GiveEffect] = []
+        for peer, asker in list(self._askers.items()):
+            if now - asker.heard >= ASKER_SILENT_S:
+                effects += self.lost(peer)
+        heard = [asker.heard for asker in self._askers.values()]
+        self.wakeup = min(heard) + ASKER_SILENT_S if heard else None
+        return effects
+
+    def _asked(
+        self, peer: PeerId, seq: int, epoch: int, effects: list[GiveEffect], now: float
+    ) -> None:
+        if not 0 <= seq < SEQ_MAX:
+            effects.append(Emit(Notice("bad-state-ask", peer, f"number {seq}")))
+            return
+        full = peer not in self._askers and len(self._askers) >= ASKERS_MAX
+        if full or not self.able:
+            effects.append(Send(peer, StateRefused(seq, "busy" if full else "no-state")))
+            return
+        asker = self._askers[peer] = _Asker(seq, now)
+        effects.append(Send(peer, StateComing(seq)))
+        newest = self._snapshots[-1] if self._snapshots else None
+        if newest is not None and newest.epoch >= epoch:
+            self._offer(peer, asker, newest, effects, now)
+        elif not self._wanted:
+            self._wanted = True
+            effects.append(WantSnapshot())
+
+    def _offer(
+        self,
+        peer: PeerId,
+        asker: _Asker,
+        snapshot: Snapshot,
+        effects: list[GiveEffect],
+        now: float,
+    ) -> None:
+        offer = msgspec.structs.replace(snapshot.offer, seq=asker.seq)
+        effects.append(Send(peer, offer))
+        asker.offered = True
+        asker.heard = now
+
+    def _want(
+        self,
+        peer: PeerId,
+        asker: _Asker | None,
+        hashes: tuple[bytes, ...],
+        effects: list[GiveEffect],
+        now: float,
+    ) -> None:
+        wrong = any(len(piece) != HASH_BYTES for piece in hashes)
+        if not hashes or len(hashes) > QUEUE_MAX or wrong:
+            detail = f"{len(hashes)} pieces wanted at once, or hashes of odd lengths"
+            effects.append(Emit(Notice("bad-state-want", peer, detail)))
+            effects += self.lost(peer)
+            return
+        if asker is None:
+            effects.append(Send(peer, StateLack(hashes)))
+            return
+        asker.heard = now
+        lacking: list[bytes] = []
+        for piece in hashes:
+            there = any(piece in snapshot.pieces for snapshot in self._snapshots)
+            if there and asker.queued < QUEUE_MAX:
+                asker.queued += 1
+                effects.append(SendPiece(peer, piece))
+            elif not there:
+                lacking.append(piece)
+        if lacking:
+            effects.append(Send(peer, StateLack(tuple(lacking))))
+
+    def _drop_unused(self, effects: list[GiveEffect]) -> None:
+        if not self._askers:
+            self._snapshots.clear()
+            self._wanted = False
+        effects.append(DropSnapshots(tuple(s.number for s in self._snapshots)))

@@ -1,0 +1,403 @@
+"""Fetching the swarm's training state from several donors, and believing none of them.
+
+Theory of operation. A state is a list of *pieces*, each known by the hash of its bytes. One
+donor's manifest says which; any peer may give any piece. `StateFetch`
+
+- asks a few live peers that train the same at the newest epoch (`donors_in`). They take a
+  snapshot when their training comes to a place for it, and offer it;
+- fetches the manifest of the newest offer, piece by piece, and then what it names, from all
+  who have made an offer: each piece from one donor at a time, a few pieces under way with each;
+- goes on with others where a donor dies, keeps silent, refuses, or lacks a piece. What has
+  come stays. Where nobody has the rest of a state any more, another offer takes its place;
+- ends complete, or failed when nobody is left to ask, and always after `FETCH_S_MAX`.
+
+A piece with other bytes than its hash says, or an impossible offer, is told with its sender's
+name, and that peer is asked for nothing more. Bytes are the driver's: it judges what comes and
+says so (`arrived`), and it reads the manifest (`ReadManifest`, then `manifest_read`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, final
+
+import msgspec
+
+from moshpit.events import Notice
+from moshpit.protocol.machine import Emit, Rng, Send, View
+from moshpit.types import PeerId, Role
+from moshpit.wire.transfer import (
+    StateAsk,
+    StateComing,
+    StateDone,
+    StateLack,
+    StateMessage,
+    StateOffer,
+    StateRefused,
+    StateWant,
+)
+
+DONORS_MAX: Final = 4  # guess: more bring little on one link, and each takes a snapshot
+WINDOW: Final = 4  # guess: pieces under way with one donor, 2 MB
+ANSWER_S: Final = 3.0  # guess: an answer needs no training step
+OFFER_S: Final = 120.0  # guess: a step, and the hashing of some gigabytes
+STALL_S: Final = 5.0  # guess: for a window of pieces beside an averaging on a thin link
+STALLS_MAX: Final = 2
+FETCH_S_MAX: Final = 3600.0  # guess
+BEAT_S: Final = 0.5
+HASH_BYTES: Final = 32
+SCHEMA_BYTES_MAX: Final = 64
+MANIFEST_PIECES_MAX: Final = 4096  # guess: 2 GB of manifest is nobody's
+EPOCH_MAX: Final = 1 << 62
+
+
+class ReadManifest(msgspec.Struct, frozen=True):
+    """All pieces of the manifest are there: read it, and call `StateFetch.manifest_read`."""
+
+    offer: StateOffer
+
+
+class Fetched(msgspec.Struct, frozen=True):
+    """Every piece of the state that ``offer`` names is there."""
+
+    offer: StateOffer
+
+
+class FetchFailed(msgspec.Struct, frozen=True):
+    """There is nobody left to ask."""
+
+    reason: str
+
+
+FetchEffect = Send | Emit | ReadManifest | Fetched | FetchFailed
+
+
+def donors_in(
+    view: View, me: PeerId, epoch_min: int, numel: bytes = b"", schema: bytes = b""
+) -> list[PeerId]:
+    """Return the live peers that may have a state of an epoch or a later one, sorted by id.
+
+    Args:
+        view: who there is.
+        me: not this one.
+        epoch_min: the epoch.
+        numel: how the schemas of those end that exchange vectors of the right length.
+        schema: the whole schema, where it is known already.
+    """
+    found: list[PeerId] = []
+    for peer in view.live:
+        record = view.record(peer)
+        if (
+            record is not None
+            and peer != me
+            and record.schema
+            and record.schema.endswith(numel)
+            and (not schema or record.schema == schema)
+            and record.epoch >= epoch_min
+            and record.role != Role.AUX.value
+            and view.reachable(peer)
+            and (view.dialable(peer) or view.linked(peer))
+        ):
+            found.append(peer)
+    return found
+
+
+@dataclass(slots=True)
+class _Donor:
+    """What an asked peer owes."""
+
+    seq: int
+    heard: float
+    coming: bool = False
+    offer: StateOffer | None = None
+    flying: dict[bytes, None] = field(default_factory=dict[bytes, None])
+    lacks: dict[bytes, None] = field(default_factory=dict[bytes, None])
+    stalls: int = 0
+    out: bool = False
+
+
+@final
+class StateFetch:
+    """One attempt to get a state.
+
+    Args:
+        candidates: whom to ask.
+        piece_bytes_max: how long a piece may be.
+        epoch_min: states of earlier epochs are of no use.
+        rng: in which order to ask.
+        seq: the first number for `StateAsk`.
+        now: seconds.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[PeerId],
+        *,
+        piece_bytes_max: int,
+        epoch_min: int,
+        rng: Rng,
+        seq: int,
+        now: float,
+    ) -> None:
+        self._untried = list(candidates)
+        rng.shuffle(self._untried)
+        self._piece_bytes_max = piece_bytes_max
+        self._epoch_min = epoch_min
+        self._seq = seq
+        self._began = now
+        self._donors: dict[PeerId, _Donor] = {}
+        self._offer: StateOffer | None = None
+        self._lengths: dict[bytes, int] = {}  # of all pieces that are or were wanted
+        self._wanted: dict[bytes, None] = {}  # not there yet
+        self._have: dict[bytes, None] = {}
+        self._reading = False
+        self._refused: list[tuple[bytes, ...]] = []  # manifests that were no use
+        self.ended = False
+        self.wakeup = now + BEAT_S
+
+    # --- what drivers ask -------------------------------------------------------------------
+
+    def expected(self, peer: PeerId, name: bytes) -> tuple[bytes, int] | None:
+        """Return the hash and length of a piece that a peer was asked for, by its name, which
+        is the beginning of its hash; None if it was not."""
+        donor = self._donors.get(peer)
+        for piece in donor.flying if donor is not None else ():
+            if piece.startswith(name):
+                return piece, self._lengths[piece]
+        return None
+
+    # --- events -----------------------------------------------------------------------------
+
+    def start(self, now: float) -> list[FetchEffect]:
+        """Ask the first donors."""
+        effects: list[FetchEffect] = []
+        self._go_on(effects, now)
+        return effects
+
+    def received(self, peer: PeerId, message: StateMessage, now: float) -> list[FetchEffect]:
+        """Take a donor's answer; what nobody has asked for is not looked at."""
+        effects: list[FetchEffect] = []
+        donor = self._donors.get(peer)
+        if self.ended or donor is None or donor.out:
+            return effects
+        match message:
+            case StateComing(seq=seq) if seq == donor.seq and not donor.coming:
+                donor.coming = True
+                donor.heard = now
+            case StateOffer(seq=seq) if seq == donor.seq and donor.offer is None:
+                self._offered(peer, donor, message, effects, now)
+            case StateLack(hashes=hashes):
+                for piece in hashes[: 2 * WINDOW]:
+                    if piece in donor.flying:
+                        del donor.flying[piece]
+                        donor.lacks[piece] = None
+                        donor.heard = now
+            case StateRefused(seq=seq) if seq == donor.seq:
+                self._give_up(donor)
+            case _:
+                return effects
+        self._go_on(effects, now)
+        return effects
+
+    def arrived(self, peer: PeerId, piece: bytes, fault: str, now: float) -> list[FetchEffect]:
+        """A piece came that was `expected`; ``fault``: what is wrong with it, or empty."""
+        effects: list[FetchEffect] = []
+        donor = self._donors.get(peer)
+        if self.ended or donor is None or piece not in donor.flying:
+            return effects
+        del donor.flying[piece]
+        if fault:
+            self._blame(peer, donor, fault, effects)
+        else:
+            donor.heard = now
+            donor.stalls = 0
+            self._wanted.pop(piece, None)
+            self._have[piece] = None
+        self._go_on(effects, now)
+        return effects
+
+    def manifest_read(
+        self, pieces: Sequence[tuple[bytes, int]], fault: str, now: float
+    ) -> list[FetchEffect]:
+        """The manifest was read: these pieces (hash, length) make the state; or it cannot be
+        used, and ``fault`` says why."""
+        effects: list[FetchEffect] = []
+        offer = self._offer
+        assert offer is not None, "this answers ReadManifest"
+        if self.ended:
+            return effects
+        if fault:
+            self._refused.append(offer.manifest)
+            for peer, donor in self._donors.items():
+                if donor.offer is not None and donor.offer.manifest == offer.manifest:
+                    self._blame(peer, donor, fault, effects)
+            self._offer = None
+        else:
+            self._reading = False
+            self._lengths.update(pieces)
+            self._wanted = {piece: None for piece, _ in pieces if piece not in self._have}
+        self._go_on(effects, now)
+        return effects
+
+    def lost(self, peer: PeerId, now: float) -> list[FetchEffect]:
+        """A peer is gone."""
+        effects: list[FetchEffect] = []
+        donor = self._donors.get(peer)
+        if not self.ended and donor is not None and not donor.out:
+            self._give_up(donor)
+            self._go_on(effects, now)
+        return effects
+
+    def tick(self, now: float) -> list[FetchEffect]:
+        """Time has passed."""
+        effects: list[FetchEffect] = []
+        if self.ended:
+            return effects
+        self.wakeup = now + BEAT_S
+        for peer, donor in self._donors.items():
+            if donor.out:
+                continue
+            silent_s = now - donor.heard
+            if donor.offer is None:
+                if silent_s > (OFFER_S if donor.coming else ANSWER_S):
+                    effects.append(Emit(Notice("state-silent", peer, "it promised no state")))
+                    self._give_up(donor)
+            elif donor.flying and silent_s > STALL_S:
+                donor.stalls += 1
+                donor.flying.clear()
+                donor.heard = now
+                if donor.stalls >= STALLS_MAX:
+                    detail = f"no piece of its state within {STALLS_MAX * STALL_S:g} s"
+                    effects.append(Emit(Notice("state-silent", peer, detail)))
+                    self._give_up(donor)
+        if now - self._began > FETCH_S_MAX:
+            self._fail(f"not complete after {FETCH_S_MAX:g} s", effects)
+        self._go_on(effects, now)
+        return effects
+
+    def stop(self) -> list[FetchEffect]:
+        """Nobody wants the state any more."""
+        effects: list[FetchEffect] = []
+        if not self.ended:
+            self._end(effects)
+        return effects
+
+    # --- what follows -----------------------------------------------------------------------
+
+    def _offered(
+        self, peer: PeerId, donor: _Donor, offer: StateOffer, effects: list[FetchEffect], now: float
+    ) -> None:
+        fault = self._offer_fault(offer)
+        if fault:
+            self._blame(peer, donor, fault, effects)
+            return
+        donor.offer = offer
+        donor.heard = now
+        if offer.epoch < self._epoch_min or offer.manifest in self._refused:
+            self._give_up(donor)
+
+    def _offer_fault(self, offer: StateOffer) -> str:
+        pieces, size = len(offer.manifest), offer.piece_bytes
+        if not 0 <= offer.epoch < EPOCH_MAX or len(offer.schema) > SCHEMA_BYTES_MAX:
+            return f"an offer of epoch {offer.epoch}, schema of {len(offer.schema)} bytes"
+        if not 0 < size <= self._piece_bytes_max or not 0 < pieces <= MANIFEST_PIECES_MAX:
+            return f"a manifest in {pieces} pieces of {size} bytes"
+        if not (pieces - 1) * size < offer.manifest_bytes <= pieces * size:
+            return f"a manifest of {offer.manifest_bytes} bytes in {pieces} pieces of {size}"
+        if any(len(piece) != HASH_BYTES for piece in offer.manifest):
+            return "a hash of an odd length"
+        return ""
+
+    def _go_on(self, effects: list[FetchEffect], now: float) -> None:
+        if self.ended:
+            return
+        self._ask_more(effects, now)
+        self._choose()
+        if self._offer is not None and not self._wanted:
+            if self._reading:
+                if not any(isinstance(e, ReadManifest) for e in effects):
+                    effects.append(ReadManifest(self._offer))
+                return
+            effects.append(Fetched(self._offer))
+            self._end(effects)
+            return
+        self._request(effects)
+        hopes = any(not d.out and d.offer is None for d in self._donors.values())
+        active = any(not d.out for d in self._donors.values())
+        if not active or (self._offer is None and not hopes):
+            self._fail("nobody is left who could give it", effects)
+
+    def _ask_more(self, effects: list[FetchEffect], now: float) -> None:
+        active = sum(not donor.out for donor in self._donors.values())
+        while self._untried and active < DONORS_MAX:
+            peer = self._untried.pop(0)
+            self._seq += 1
+            self._donors[peer] = _Donor(self._seq, now)
+            effects.append(Send(peer, StateAsk(self._seq)))
+            active += 1
+
+    def _choose(self) -> None:
+        """Take the newest offer; of one epoch, stay with the one at hand while it can be had."""
+        mine = self._offer
+        if mine is not None and self._stuck():
+            self._refused.append(mine.manifest)
+            self._offer = mine = None
+            self._wanted = {}
+        offers = [
+            d.offer
+            for d in self._donors.values()
+            if d.offer is not None and not d.out and d.offer.manifest not in self._refused
+        ]
+        best = max(offers, key=lambda offer: offer.epoch, default=None)
+        if best is None or (mine is not None and mine.epoch >= best.epoch):
+            return
+        self._offer = best
+        self._reading = True
+        last = best.manifest_bytes - (len(best.manifest) - 1) * best.piece_bytes
+        lengths = [best.piece_bytes] * (len(best.manifest) - 1) + [last]
+        self._lengths.update(zip(best.manifest, lengths, strict=True))
+        self._wanted = {piece: None for piece in best.manifest if piece not in self._have}
+        for donor in self._donors.values():
+            donor.flying = {p: None for p in donor.flying if p in self._wanted}
+
+    def _stuck(self) -> bool:
+        """Whether a piece is wanted that nobody has who may still be asked."""
+        active = [d for d in self._donors.values() if d.offer is not None and not d.out]
+        return any(all(piece in d.lacks for d in active) for piece in self._wanted)
+
+    def _request(self, effects: list[FetchEffect]) -> None:
+        """Keep the windows of all donors full."""
+        flying = {piece: None for d in self._donors.values() for piece in d.flying}
+        free = [piece for piece in self._wanted if piece not in flying]
+        for peer, donor in self._donors.items():
+            if donor.out or donor.offer is None:
+                continue
+            room = (1 if donor.stalls else WINDOW) - len(donor.flying)
+            ask = [piece for piece in free if piece not in donor.lacks][: max(0, room)]
+            if ask:
+                if not donor.flying:
+                    donor.heard = max(donor.heard, self.wakeup - BEAT_S)
+                donor.flying.update(dict.fromkeys(ask))
+                asked = dict.fromkeys(ask)
+                free = [piece for piece in free if piece not in asked]
+                effects.append(Send(peer, StateWant(tuple(ask))))
+
+    def _give_up(self, donor: _Donor) -> None:
+        donor.out = True
+        donor.flying.clear()
+
+    def _blame(self, peer: PeerId, donor: _Donor, fault: str, effects: list[FetchEffect]) -> None:
+        effects.append(Emit(Notice("state-refused", peer, fault)))
+        self._give_up(donor)
+
+    def _fail(self, reason: str, effects: list[FetchEffect]) -> None:
+        self._end(effects)
+        effects.append(FetchFailed(reason))
+
+    def _end(self, effects: list[FetchEffect]) -> None:
+        self.ended = True
+        for peer, donor in self._donors.items():
+            if not donor.out:
+                effects.append(Send(peer, StateDone(donor.seq)))
+            donor.flying.clear()

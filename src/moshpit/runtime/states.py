@@ -1,0 +1,144 @@
+"""What training holds of state transfer: states on their way, and the bridge to the network.
+
+The network's side is `moshpit.runtime.statesync`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from moshpit.protocol.statesync import donors_in
+from moshpit.runtime.background import NetworkThread
+from moshpit.runtime.company import NUMEL_BYTES
+from moshpit.tensors.image import StateAssembler, StateImage
+from moshpit.types import PeerId
+
+if TYPE_CHECKING:
+    from moshpit.runtime.driver import Driver
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FetchedState:
+    """A state that has come in full.
+
+    Attributes:
+        assembler: its manifest and bytes.
+        schema: what those average that train from it.
+    """
+
+    assembler: StateAssembler
+    schema: bytes
+
+
+@final
+class Fetching:
+    """A state on its way. The network thread writes it, training waits for it."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._state: FetchedState | None = None
+        self.reason = ""
+        """Why there is none."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it has ended, for so long at most; return whether it has."""
+        return self._ended.wait(timeout_s)
+
+    @property
+    def state(self) -> FetchedState | None:
+        """The state; None if it could not be had, or is not there yet."""
+        return self._state
+
+    def end(self, state: FetchedState | None, reason: str = "") -> None:
+        """Called by the network thread."""
+        if not self._ended.is_set():
+            self._state, self.reason = state, reason
+            self._ended.set()
+
+
+@final
+class StateSync:
+    """What training holds of state transfer; from any thread. Made by `Swarm`.
+
+    Args:
+        thread: the network's.
+        driver: whose desk and view.
+        me: this peer.
+        detach: has the others not wait for this peer.
+    """
+
+    def __init__(
+        self, thread: NetworkThread, driver: Driver, me: PeerId, detach: Callable[[], None]
+    ) -> None:
+        self.detach = detach
+        self._thread = thread
+        self._driver = driver
+        self._desk = driver.states
+        self._me = me
+
+    @property
+    def piece_bytes(self) -> int:
+        """How long a snapshot's chunks may be."""
+        return self._desk.piece_bytes_max
+
+    @property
+    def wanted_s(self) -> float:
+        """For how many seconds somebody has been waiting for a snapshot; 0: nobody is."""
+        since = self._desk.wanted_since
+        return 0.0 if since is None else max(1e-9, time.monotonic() - since)
+
+    def able(self, able: bool) -> None:
+        """Say whether this peer has a training that snapshots can be taken of."""
+        self._thread.post(self._desk.able, able)
+
+    def give(self, make: Callable[[], StateImage]) -> None:
+        """Give a snapshot to those that wait; ``make`` is called in another thread."""
+        self._thread.post(self._desk.give, make, self._driver.node.view.me.schema)
+
+    def newest(self, numel: int | None, schema: bytes = b"") -> int | None:
+        """Return the newest epoch of peers that have a state; None: there is no such peer.
+
+        Args:
+            numel: how long the vector is that they exchange, if it is known.
+            schema: what they exchange, if it is known.
+        """
+
+        async def look() -> int | None:
+            view = self._driver.node.view
+            records = [view.record(p) for p in donors_in(view, self._me, 0, _ending(numel), schema)]
+            return max((r.epoch for r in records if r is not None), default=None)
+
+        return self._thread.call(look())
+
+    def fetch(
+        self, *, epoch_min: int, size_max: int, numel: int | None, schema: bytes = b""
+    ) -> Fetching:
+        """Begin to fetch the swarm's training state.
+
+        Args:
+            epoch_min: states of earlier epochs are of no use.
+            size_max: how many bytes it may have; so much memory is taken.
+            numel, schema: as for `newest`.
+        """
+        fetching = Fetching()
+
+        def begin() -> None:
+            view = self._driver.node.view
+            donors = donors_in(view, self._me, epoch_min, _ending(numel), schema)
+            self._desk.fetch(donors, fetching, size_max, epoch_min)
+
+        self._thread.post(begin)
+        return fetching
+
+    def stop(self, fetching: Fetching) -> None:
+        """Stop a fetch that is under way."""
+        self._thread.post(self._desk.stop, fetching)
+
+
+def _ending(numel: int | None) -> bytes:
+    return b"" if numel is None else numel.to_bytes(NUMEL_BYTES, "little")

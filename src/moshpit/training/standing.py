@@ -1,0 +1,298 @@
+"""Where this peer's training stands in the swarm's epochs, and how it comes back when it is behind.
+
+A peer is *behind* if the swarm has gone on without it: it joined a running job, was paused, cut
+off, or did not get a mean. Then it tells the others not to count on it, fetches the state that
+they have now (`moshpit.runtime.states`), and takes part again. If the swarm has gone on
+meanwhile, it does so again. Strategies whose peers must hold the same parameters
+(`Strategy.same_parameters`) cannot do without; for the others, one epoch is no matter, and where
+nobody gives a state they take the next mean, as ever.
+
+The other side of it: when somebody asks, the end of an averaging is the moment to copy one's
+own state for them (`Standing.serve`), since there all peers' are alike. Who has waited for
+`PATIENCE_S` gets the state between two steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Final, final
+
+import torch
+
+from moshpit.errors import ConfigError, DriftError, StateError
+from moshpit.runtime.states import FetchedState, StateSync
+from moshpit.tensors.image import CHUNK_BYTES_MIN
+from moshpit.training.averager import Averager
+from moshpit.training.checkpoint import Checkpoint
+from moshpit.training.state import MODEL, Stateful, TrainingState
+from moshpit.training.strategies import Strategy
+from moshpit.training.tensors import buffers_of, is_finite
+
+log = logging.getLogger("moshpit.training")
+
+PATIENCE_S: Final = 3.0  # guess: how long an asker waits for the end of an averaging
+BEHIND_MAX: Final = 1  # epochs that do no harm where parameters may differ; more are stale
+TRIES_MAX: Final = 8  # guess: for swarms whose epochs are hardly longer than a transfer
+SIZE_FACTOR: Final = 8  # guess: parameters, two moments, gradient sums, outer momentum, feedback
+SIZE_SLACK: Final = 16 << 20
+LOOK_S: Final = 0.1  # guess: how soon a wait for the others sees that the process is to end
+
+
+@final
+class Standing:
+    """This peer's place in the swarm's epochs.
+
+    Args:
+        optimizer: the `moshpit.Optimizer`.
+        swarm: the swarm.
+        strategy: the strategy.
+        model: where parameters and buffers are.
+        checkpoint: knows what else belongs to a state.
+        catch_up: whether to fetch the swarm's state when behind.
+
+    Attributes:
+        attached: whether the swarm counts on this peer.
+        next_epoch: the swarm's epoch that these parameters are of.
+        resumed: the epoch that a loaded state is of; 0: there is none.
+        offset: how far this training's own count of epochs is ahead of the swarm's.
+        drift: why these parameters are not the swarm's any more; empty if they are.
+        caught_up: how often a state was fetched.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        swarm: Averager,
+        strategy: Strategy,
+        *,
+        model: torch.nn.Module | None,
+        checkpoint: Checkpoint | None,
+        catch_up: bool,
+    ) -> None:
+        self._whose = weakref.ref(optimizer)  # no circle: it goes as soon as nobody has it
+        self._swarm = swarm
+        self._strategy = strategy
+        self._model = model
+        self._checkpoint = checkpoint
+        self._sync: StateSync | None = None
+        if catch_up and not strategy.begins_itself:
+            self._sync = getattr(swarm, "states", None)
+        self._schema = b""
+        self._fresh = True  # nothing of the swarm's is in these parameters
+        self._tries = 0
+        self.attached = False
+        self.next_epoch = 0
+        self.resumed = 0
+        self.offset = 0
+        self.drift = ""
+        self.caught_up = 0
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._whose()
+        assert optimizer is not None, "it calls this"
+        return optimizer
+
+    # --- what the swarm is told -------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Have the swarm count on this peer, unless it does already."""
+        if self.attached:
+            return
+        schema, numel = self._strategy.layout()
+        self._swarm.attach(
+            self._schema or schema, numel, self._strategy.samples_per_epoch, epoch=self.resumed
+        )
+        self.attached = True
+        if self._sync is not None:
+            self._sync.able(True)
+
+    def attach_early(self) -> None:
+        """The sooner, the sooner others count on this peer; not before it has their state."""
+        if self._strategy.layout_known and not self.behind():
+            self.attach()
+
+    def loaded(self, epoch: int) -> None:
+        """A state of an epoch was loaded."""
+        if self.attached:
+            self.offset = max(0, epoch - self._swarm.epoch)
+        else:  # the swarm will hear of it, so that its epochs go on from there
+            self.resumed = self.next_epoch = epoch
+            self._fresh = False
+
+    def averaged(self, epoch: int, *, whole: bool) -> None:
+        """An averaging has ended; ``whole``: all of its mean has reached this peer."""
+        self._fresh = False
+        self._tries = 0
+        if not whole:
+            self.drift = f"the averaging of epoch {epoch} did not reach this peer in full"
+        self.next_epoch = self._swarm.epoch
+
+    def finished(self) -> None:
+        """Training is over: there will be no more snapshots."""
+        if self._sync is not None:
+            self._sync.able(False)
+
+    # --- being behind -----------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Stop before this peer's gradients, taken at other parameters, harm the others.
+
+        Raises:
+            DriftError: says why they are others.
+        """
+        if not self._strategy.same_parameters:
+            return
+        if self._swarm.epoch > self.next_epoch:
+            self.drift = (
+                f"the swarm is at epoch {self._swarm.epoch}, and this peer has no part in what "
+                f"came since epoch {self.next_epoch} (it joined late, or was away)"
+            )
+        if self.drift:
+            raise DriftError(
+                f"{self.drift}: its parameters are not the swarm's any more, which "
+                f"{self._strategy.name} needs. Start all peers again from one checkpoint, or use "
+                "LocalSGD, which brings peers back together at every averaging"
+            )
+
+    def behind(self) -> bool:
+        """Return whether the swarm has gone on so far that its state should be fetched."""
+        if self._sync is None:
+            return False
+        newest = self._swarm.epoch
+        if not self.attached:
+            newest = self._sync.newest(self._numel()) or 0
+        missed = newest - self.next_epoch
+        if self._strategy.same_parameters:
+            return missed > 0 or bool(self.drift)
+        return missed > (0 if self._fresh else BEHIND_MAX)
+
+    def catch_up(self, leave_if_asked: Callable[[], None]) -> bool:
+        """Fetch the swarm's state and go on from there; return whether it was to be had.
+
+        Args:
+            leave_if_asked: called now and then, as this may last.
+        """
+        assert self._sync is not None, "who is behind can catch up"
+        while self._tries < TRIES_MAX:
+            self._tries += 1
+            if self.attached:
+                self._sync.able(False)
+                self._sync.detach()
+                self.attached = False
+            fetched = self._fetch(self._sync, leave_if_asked)
+            if fetched is None or not self._restore(fetched):
+                break
+            self.attach()
+            if not self.behind():
+                log.info("caught up with the swarm at epoch %d", self.next_epoch)
+                return True
+        self._fresh = False
+        if not self._strategy.same_parameters:  # which the next mean brings back
+            self.next_epoch = max(self.next_epoch, self._sync.newest(self._numel()) or 0)
+        return False
+
+    def _fetch(self, sync: StateSync, leave_if_asked: Callable[[], None]) -> FetchedState | None:
+        numel = self._numel()
+        newest = sync.newest(numel, self._wire_schema)
+        if newest is None:
+            log.warning("the swarm is ahead, and nobody is there who could give its state")
+            return None
+        log.info("the swarm is at epoch %d, this peer at %d: fetching", newest, self.next_epoch)
+        fetching = sync.fetch(
+            epoch_min=max(newest, self.next_epoch),
+            size_max=self._size_max(),
+            numel=numel,
+            schema=self._wire_schema,
+        )
+        try:
+            while not fetching.wait(LOOK_S):
+                leave_if_asked()
+        except BaseException:
+            sync.stop(fetching)
+            raise
+        if fetching.state is None:
+            log.warning("the swarm's state could not be had: %s", fetching.reason)
+        return fetching.state
+
+    def _restore(self, fetched: FetchedState) -> bool:
+        try:
+            state = TrainingState.assembled(fetched.assembler)
+            bad = _nonfinite(state)
+            if bad:
+                raise StateError(f"{bad} holds NaN or infinity")
+            added = self._added()
+            here = {name: added[name] for name in state.names_added() if name in added}
+            state.restore(self._optimizer, self._model, added=here)
+        except (StateError, ConfigError) as error:
+            log.warning("the swarm's state cannot be used: %s", error)
+            return False
+        self._strategy.taken_over()
+        self.offset = max(0, self.resumed - state.epoch)
+        self.resumed = self.next_epoch = state.epoch
+        self._schema = fetched.schema[:-8]
+        self._fresh, self.drift = False, ""
+        self.caught_up += 1
+        return True
+
+    # --- giving -----------------------------------------------------------------------------
+
+    def serve(self, epoch: int, *, boundary: bool) -> None:
+        """Copy this peer's state for those that wait for it, if this is the moment.
+
+        Args:
+            epoch: the swarm's epoch that the state is of.
+            boundary: an averaging has just been adopted.
+        """
+        sync = self._sync
+        waited_s = sync.wanted_s if sync is not None else 0.0
+        if sync is None or not waited_s or not (boundary or waited_s > PATIENCE_S):
+            return
+        if epoch != self._swarm.epoch or (self._strategy.same_parameters and self.drift):
+            return
+        try:
+            state = TrainingState.capture(
+                self._optimizer,
+                self._model,
+                epoch=epoch,
+                added=self._added(),
+                generators=False,
+            )
+        except StateError as error:
+            log.warning("this peer's state cannot be given to others: %s", error)
+            sync.able(False)
+            return
+        sync.give(functools.partial(state.image, max(CHUNK_BYTES_MIN, sync.piece_bytes)))
+
+    def _added(self) -> Mapping[str, Stateful]:
+        return self._checkpoint.added if self._checkpoint is not None else {}
+
+    # --- sizes ------------------------------------------------------------------------------
+
+    @property
+    def _wire_schema(self) -> bytes:
+        """What peers that train the same have in their records, where that is known for sure."""
+        if not self._schema:
+            return b""
+        return self._schema + (self._numel() or 0).to_bytes(8, "little")
+
+    def _numel(self) -> int | None:
+        return self._strategy.layout()[1] if self._strategy.layout_known else None
+
+    def _size_max(self) -> int:
+        named = [*self._strategy.parameters(), *buffers_of(self._model)]
+        own = sum(n.tensor.numel() * max(4, n.tensor.element_size()) for n in named)
+        return SIZE_FACTOR * own + SIZE_SLACK
+
+
+def _nonfinite(state: TrainingState) -> str:
+    """Return the name of a parameter or buffer that holds NaN or infinity."""
+    for name, tensor in state.tensors.items():
+        if name.startswith(f"{MODEL}.") and tensor.is_floating_point():
+            flat = tensor.reshape(-1)
+            if not (is_finite(flat) if flat.dtype == torch.float32 else flat.isfinite().all()):
+                return name
+    return ""

@@ -1,0 +1,72 @@
+"""The messages by which a peer fetches the training state of others.
+
+The bytes themselves go over bulk connections, each piece named by its hash (`ChunkKind.STATE`).
+"""
+
+from __future__ import annotations
+
+from moshpit.wire.base import Message
+
+
+class StateAsk(Message, frozen=True, tag=50):
+    """I need the swarm's training state. Answered by `StateComing` or `StateRefused`, at once."""
+
+    seq: int
+    """Rises with every ask of this peer."""
+
+
+class StateComing(Message, frozen=True, tag=51):
+    """You will have a `StateOffer` when my training has come to a place to take a snapshot."""
+
+    seq: int
+
+
+class StateOffer(Message, frozen=True, tag=52):
+    """A snapshot of my training is there to be fetched.
+
+    ``manifest`` are the hashes (32 bytes each) of the pieces of its manifest, which has the
+    hashes of all other pieces.
+    """
+
+    seq: int
+    epoch: int
+    """The epoch that it is the beginning of, or a moment in."""
+    schema: bytes
+    """What those average that train from it (`PeerRecord.schema`)."""
+    manifest: tuple[bytes, ...]
+    manifest_bytes: int
+    piece_bytes: int
+    """How long the manifest's pieces are, but the last."""
+
+
+class StateWant(Message, frozen=True, tag=53):
+    """Please send me the pieces with these hashes."""
+
+    hashes: tuple[bytes, ...]
+
+
+class StateLack(Message, frozen=True, tag=54):
+    """I do not have these pieces (any more)."""
+
+    hashes: tuple[bytes, ...]
+
+
+class StateRefused(Message, frozen=True, tag=55):
+    """I cannot give you a state: ``no-state``, ``busy``."""
+
+    seq: int
+    reason: str
+
+
+class StateDone(Message, frozen=True, tag=56):
+    """I need nothing more of your state."""
+
+    seq: int
+
+
+STATE_MESSAGES = (
+    StateAsk, StateComing, StateOffer, StateWant, StateLack, StateRefused, StateDone
+)  # fmt: skip
+StateMessage = (
+    StateAsk | StateComing | StateOffer | StateWant | StateLack | StateRefused | StateDone
+)
