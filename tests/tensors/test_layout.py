@@ -6,6 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moshpit.config import TransportConfig
 from moshpit.errors import LayoutError
@@ -200,3 +202,25 @@ def test_small_vectors_have_smaller_chunks_but_not_tiny_ones() -> None:
     assert ChunkPlan.of(2048, CONFIG).chunks == 2
     assert 30 <= ChunkPlan.of(1_000_000, CONFIG).chunks <= 32
     assert ChunkPlan.of(64 * 131_072 * 10, CONFIG).chunk_numel == 131_072
+
+
+@settings(deadline=None)
+@given(numel=st.integers(1, 3000), chunk_numel=st.integers(1, 40), data=st.data())
+def test_a_spread_plan_has_some_of_each_region_in_each_part(
+    numel: int, chunk_numel: int, data: st.DataObject
+) -> None:
+    plan = ChunkPlan(numel, chunk_numel)
+    spread, count = plan.spread(), plan.chunks
+    places = [spread.place(chunk) for chunk in range(count)]
+    assert sorted(places) == list(range(count))
+    # Who has no value of its own need not know the order: sizes are the same.
+    assert [spread.size(c) for c in range(count)] == [plan.size(c) for c in range(count)]
+    assert [spread.slice(c) for c in range(count)] == [plan.slice(place) for place in places]
+
+    first = data.draw(st.integers(0, count - 1))
+    part = places[first : data.draw(st.integers(first, count))]
+    start = data.draw(st.integers(0, count - 1))
+    region = range(start, data.draw(st.integers(start, count)))
+    fair = len(part) * len(region) / count
+    # Halves of halves: a range is cut into few intervals of which each is fair but for one chunk.
+    assert abs(sum(place in region for place in part) - fair) <= 2 * count.bit_length() + 2

@@ -26,6 +26,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from moshpit.errors import HandshakeError, RemoteError, SealError, WireError
+from moshpit.transport.sockets import keep_queue_short
 from moshpit.types import PeerId, short
 from moshpit.wire.framing import HEADER_BYTES, TAG_BYTES, ChunkHeader
 from moshpit.wire.messages import BulkOffer
@@ -156,8 +157,8 @@ class _Arena:
 
     uvloop and newer asyncio keep references to what they could not send yet, so the arena
     compares stream positions: what was handed over, less the backlog, has gone. Chunks fill
-    slots from the front. While the backlog is below one slot (the high-water mark), at most
-    four slots can hold bytes that have not gone.
+    slots from the front. While the backlog is below one slot (the high-water mark is a quarter of
+    that), at most four slots can hold bytes that have not gone.
     """
 
     def __init__(self, slot_bytes: int) -> None:
@@ -273,7 +274,7 @@ class BulkLink(asyncio.BufferedProtocol):
         return self._transport.get_write_buffer_size()
 
     def pause_writing(self) -> None:
-        """The backlog is above one chunk."""
+        """The backlog is above a quarter of a chunk: what comes later may be more urgent."""
         self._paused = True
 
     def resume_writing(self) -> None:
@@ -299,10 +300,12 @@ class BulkLink(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The opened socket was handed over."""
         self._transport = cast(asyncio.Transport, transport)
+        sock = cast(socket.socket, transport.get_extra_info("socket"))
+        keep_queue_short(sock)
         if hasattr(os, "writev"):
-            self._socket = cast(socket.socket, transport.get_extra_info("socket")).fileno()
+            self._socket = sock.fileno()
         slot = HEADER_BYTES + self._payload_bytes_max + TAG_BYTES
-        self._transport.set_write_buffer_limits(high=slot, low=slot // 4)
+        self._transport.set_write_buffer_limits(high=slot // 4, low=slot // 4)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return the rest of the header or payload that is awaited; never empty."""
