@@ -105,9 +105,10 @@ def wait_until_all_are_attached(swarms):
         lambda: moshpit.LocalSGD(64 * BATCH),
         lambda: moshpit.LocalSGD(64 * BATCH, overlap=False),
         lambda: moshpit.GradientAveraging(64 * BATCH, max_grad_norm=1.0),
+        lambda: moshpit.GradientAveraging(64 * BATCH, powersgd_rank=1),
         diloco,
     ],
-    ids=["local-overlap", "local-blocking", "gradients", "diloco"],
+    ids=["local-overlap", "local-blocking", "gradients", "gradients-powersgd", "diloco"],
 )
 def test_two_peers_end_with_the_same_bytes(make, two_swarms, together):
     first, second = (Trainer(swarm, make(), seed=i) for i, swarm in enumerate(two_swarms))
@@ -151,6 +152,25 @@ def test_codecs_over_sockets(make, invite, together):
         assert feedback is None
     else:
         assert feedback.residual.abs().max() > 0, "nothing was lost, so nothing was encoded"
+
+
+def test_powersgd_on_a_grid(invite, together):
+    """Two rounds of pairs, in each of the two averagings of a step."""
+    options = patient(wait_s=60.0, group_size=2, chunk_bytes_min=32)
+    with joined(invite, 4, options) as swarms:
+        strategies = [moshpit.GradientAveraging(64 * BATCH, powersgd_rank=1) for _ in swarms]
+        peers = [
+            Trainer(*own, seed=i) for i, own in enumerate(zip(swarms, strategies, strict=True))
+        ]
+        wait_until_all_are_attached(swarms)
+        together(*[t.train for t in peers])
+    first, *others = (nn.utils.parameters_to_vector(t.model.parameters()) for t in peers)
+    for other in others:
+        torch.testing.assert_close(first, other, rtol=1e-4, atol=1e-5)
+    for trainer in peers:
+        assert trainer.opt.stats.partial == trainer.opt.stats.carried == 0
+        assert not trainer.opt._strategy.halfway
+        assert trainer.opt.inner.state[trainer.model[0].weight]["step"] >= 2
 
 
 @pytest.mark.parametrize("codec", ["topk", "int4"])

@@ -28,6 +28,7 @@ STRATEGIES = {
     "local-auto": lambda n: LocalSGD(n, codec="auto"),
     **{f"gradients-{c}": partial(GradientAveraging, codec=c) for c in CODED},
     **{f"diloco-{c}": partial(DiLoCo, codec=c) for c in CODED},
+    "gradients-powersgd": lambda n: GradientAveraging(n, powersgd_rank=2),
     "diloco-blocking-topk": lambda n: DiLoCo(n, overlap=False, codec="topk"),
 }
 BATCH = 8
@@ -109,7 +110,11 @@ def test_all_peers_finish_with_the_same_bytes(make, memory_swarm, together):
     trainers = [Trainer(p, make(6 * BATCH), seed=i) for i, p in enumerate(swarm.peers)]
     start = trainers[0].bytes()
     together(*[lambda t=t: t.train(epochs=4) for t in trainers])
-    assert {t.opt.epoch for t in trainers} == {5}
+    epochs = {t.opt.epoch for t in trainers}
+    if getattr(trainers[0].opt._strategy, "powersgd_rank", None):  # two, if there were samples left
+        assert epochs in ({5}, {6})
+    else:
+        assert epochs == {5}
     assert torch.equal(trainers[0].bytes(), trainers[1].bytes())
     assert torch.equal(trainers[0].bytes(), trainers[2].bytes())
     assert not torch.allclose(trainers[0].bytes(), start)
@@ -223,7 +228,7 @@ def test_peers_of_different_strategies_or_shapes_have_different_schemas(memory_s
         return peer.attached[0]
 
     kinds = [make(64) for make in STRATEGIES.values()]
-    assert len({schema(s) for s in kinds}) == 4
+    assert len({schema(s) for s in kinds}) == 5
     assert schema(LocalSGD(64)) != schema(LocalSGD(64), width=7)
 
 

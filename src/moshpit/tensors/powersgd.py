@@ -117,6 +117,12 @@ class PowerSGD:
         self._q = torch.empty(self.q_numel)
         self.reseed()
 
+    @property
+    def p(self) -> torch.Tensor:
+        """The orthonormal P of the round under way, flat, and the small tensors; from
+        `compress_q` on, to be read only."""
+        return self._p
+
     @torch.no_grad()
     def compress_p(self, vector: torch.Tensor) -> torch.Tensor:
         """Begin a round (and forget one that was not ended): return P and the small tensors.

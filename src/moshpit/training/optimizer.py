@@ -225,6 +225,11 @@ class Optimizer(torch.optim.Optimizer):
         """Counts of what has happened so far."""
         return self._stats
 
+    @property
+    def caught_up(self) -> int:
+        """How often this peer was behind the swarm and has fetched its state."""
+        return self._standing.caught_up
+
     # --- training ---------------------------------------------------------------------------
 
     def step(self, closure: Closure | None = None, *, samples: float | None = None) -> Any:
@@ -398,6 +403,9 @@ class Optimizer(torch.optim.Optimizer):
         if self._swarm.averaging_due and not self._strategy.begins_itself:
             self._begin(waits=not self._strategy.overlap)
             if not self._strategy.overlap:
+                self._wait()
+            while self._strategy.halfway and self._pending is None:
+                self._begin(waits=True)
                 self._wait()
 
     def _begin(self, *, waits: bool) -> None:

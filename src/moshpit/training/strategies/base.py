@@ -200,6 +200,12 @@ class Strategy(ABC):
         another one."""
         return True
 
+    @property
+    def halfway(self) -> bool:
+        """Whether what the last averaging has brought is worth something only with another one,
+        which is to follow at once."""
+        return False
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beyond the wrapped optimizer's state."""
         feedback = None if self._feedback is None else self._feedback.state_dict()
