@@ -404,9 +404,6 @@ class Optimizer(torch.optim.Optimizer):
             self._begin(waits=not self._strategy.overlap)
             if not self._strategy.overlap:
                 self._wait()
-            while self._strategy.halfway and self._pending is None:
-                self._begin(waits=True)
-                self._wait()
 
     def _begin(self, *, waits: bool) -> None:
         self._pending = self._exchange.begin(self._pace.rate, waits=waits)

@@ -1,0 +1,177 @@
+"""Real processes that join a job under way, or come back to it, and catch up by state transfer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moshpit.identity.tickets import RunKey
+from moshpit.types import Address
+
+from .harness import free_port
+
+SCRIPT = Path(__file__).with_name("joiner.py")
+PATIENCE_S = 120.0  # only reached by a failing test
+Event = dict[str, Any]
+
+
+class Job:
+    """Processes of one run."""
+
+    def __init__(self, folder: Path, *args: str) -> None:
+        self._port = free_port()
+        invite = RunKey.generate().invite()
+        self._ticket = invite.ticket((Address("127.0.0.1", self._port),)).encode()
+        self._folder, self._args = folder, args
+        self.peers: list[Peer] = []
+
+    def add(self, *args: str) -> Peer:
+        number = len(self.peers)
+        listen = f"127.0.0.1:{self._port if number == 0 else 0}"
+        command = ["--ticket", self._ticket, "--listen", listen, *self._args, *args]
+        peer = Peer(command, self._folder / f"stderr{number}")
+        self.peers.append(peer)
+        return peer
+
+    def finish(self, peers: list[Peer], after: int = 4) -> list[Event]:
+        """Have peers train on for some epochs and end; return what they say then."""
+        last = max(peer.epoch for peer in peers) + after
+        for peer in peers:
+            peer.tell(until=last)
+        return [peer.expect("finished") for peer in peers]
+
+
+class Peer:
+    def __init__(self, command: list[str], errors: Path) -> None:
+        self._errors = errors
+        self.epoch = 0
+        with errors.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, str(SCRIPT), *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+            )
+        self._events: queue.Queue[Event | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            event = json.loads(line)
+            if event["event"] == "epoch":
+                self.epoch = event["epoch"]
+            self._events.put(event)
+        self._events.put(None)
+
+    @property
+    def errors(self) -> str:
+        return self._errors.read_text()
+
+    def tell(self, **fields: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(fields) + "\n")
+        self.process.stdin.flush()
+
+    def expect(self, kind: str, *, epoch: int = 0) -> Event:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            event = self._events.get(timeout=max(0.01, deadline - time.monotonic()))
+            assert event is not None, f"it ended while {kind!r} was awaited:\n{self.errors}"
+            if event["event"] == kind and event.get("epoch", 0) >= epoch:
+                return event
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+@contextlib.contextmanager
+def job(folder: Path, *args: str) -> Iterator[Job]:
+    running = Job(folder, *args)
+    try:
+        yield running
+    finally:
+        for peer in running.peers:
+            peer.stop()
+
+
+def start_two(running: Job, *args: str) -> list[Peer]:
+    both = [running.add("--seed", "0", "--peers", "2", *args) for _ in range(2)]
+    for peer in both:
+        peer.expect("epoch", epoch=2)
+    return both
+
+
+def check_all_alike(peers: list[Peer], ends: list[Event]) -> None:
+    logs = "\n---\n".join(peer.errors for peer in peers)
+    assert len({end["digest"] for end in ends}) == 1, logs
+    assert all(end["finite"] for end in ends)
+    for end in ends:
+        assert end["outcome"] == "complete", logs
+        assert len(end["contributors"]) == len(peers), logs
+
+
+@pytest.mark.parametrize("strategy", ["gradients", "local", "local-overlap", "diloco"])
+def test_a_latecomer_takes_part(strategy: str, tmp_path: Path) -> None:
+    with job(tmp_path, "--strategy", strategy) as running:
+        both = start_two(running)
+        late = running.add("--seed", "7")  # another start: all that it has comes from the others
+        first = late.expect("epoch", epoch=1)
+        assert first["caught_up"] >= 1, late.errors
+        peers = [*both, late]
+        ends = running.finish(peers)
+        check_all_alike(peers, ends)
+        assert all(end["realignments"] == 0 for end in ends), "it had the outer momentum, too"
+
+
+def test_a_donor_is_killed_in_the_middle(tmp_path: Path) -> None:
+    with job(tmp_path, "--strategy", "gradients", "--width", "2000") as running:
+        long = ("--samples", "1000")
+        both = start_two(running, *long)
+        late = running.add("--seed", "7", *long)
+        late.expect("arriving")
+        for donor in both:
+            donor.process.send_signal(signal.SIGSTOP)
+        assert "caught up" not in late.errors, "it was too fast for this test"
+        killed, other = both
+        killed.process.kill()
+        other.process.send_signal(signal.SIGCONT)
+        late.expect("epoch", epoch=1)
+        peers = [other, late]
+        check_all_alike(peers, running.finish(peers, after=2))
+
+
+@pytest.mark.parametrize("strategy", ["gradients", "diloco"])
+def test_who_was_paused_comes_back(strategy: str, tmp_path: Path) -> None:
+    with job(tmp_path, "--strategy", strategy) as running:
+        peers = [running.add("--seed", "0", "--peers", "3") for _ in range(3)]
+        for peer in peers:
+            peer.expect("epoch", epoch=2)
+        one, two, paused = peers
+        paused.process.send_signal(signal.SIGSTOP)
+        before = max(peer.epoch for peer in peers)
+        for peer in (one, two):
+            peer.expect("epoch", epoch=before + 4)
+        paused.process.send_signal(signal.SIGCONT)
+        back = paused.expect("epoch", epoch=before + 4)
+        assert back["caught_up"] >= 1, paused.errors
+        check_all_alike(peers, running.finish(peers))
