@@ -11,6 +11,8 @@ from typing import Literal
 
 from moshpit.errors import ConfigError
 
+_ALIGN = 16  # numbers: chunks begin on cache lines
+
 PresetName = Literal["local", "lan", "internet"]
 Schedule = Literal["auto", "torus", "grid"]
 
@@ -76,13 +78,35 @@ class TransportConfig:
     unauthenticated_max: int = 64  # sockets that have not proved anything yet
     links_max: int = 256
     control_queue_bytes_max: int = 8 << 20
-    chunk_bytes: int = 512 * 1024  # measured, design §6
+    chunk_bytes: int = 1 << 20  # the most; measured, decision 0022
     chunk_bytes_min: int = 4096
+    chunks_per_vector: int = 64  # guess: what is cut finer moves more evenly, but costs more work
+    chunk_bytes_small: int = 128 * 1024  # finer than this, work outweighs evenness; measured
     chunks_per_vector_min: int = 32  # so that the seats of a usual group have parts that fit
     sealed: bool = True  # False is --plaintext: bulk data is not encrypted
     congestion: str = "bbr"  # of bulk sockets, where the system allows it; "": its default
     stripes_min: int = 1  # bulk connections to each peer, from the start
     stripes_max: int = 8  # and where a link loses packets; measured, benchmarks/longlink.py
+
+    def chunk_numel(self, numel: int) -> int:
+        """Return how many numbers a chunk of a vector has; it depends on nothing else, so that
+        all peers cut alike.
+
+        There are ``chunks_per_vector`` chunks, but none above ``chunk_bytes``. Where they would be
+        below ``chunk_bytes_small`` they are fewer, down to ``chunks_per_vector_min``; and none is
+        below ``chunk_bytes_min``.
+
+        Example:
+            >>> [TransportConfig().chunk_numel(n) for n in (64 << 20, 16 << 20, 1 << 20, 1000)]
+            [262144, 262144, 16384, 1024]
+        """
+        most = max(1, self.chunk_bytes // 4)
+        least = max(1, min(most, self.chunk_bytes_min // 4))
+        few = min(self.chunk_bytes_small // 4, -(-numel // self.chunks_per_vector_min))
+        wanted = max(few, -(-numel // self.chunks_per_vector))
+        if most >= _ALIGN:
+            wanted = -(-wanted // _ALIGN) * _ALIGN
+        return max(least, min(most, wanted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

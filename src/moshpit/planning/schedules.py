@@ -69,16 +69,12 @@ class Phase:
 
 
 def chunks_of(numel: int, config: TransportConfig | None = None) -> int:
-    """Return into how many chunks a vector is cut, nearly: parts are whole chunks.
+    """Return into how many chunks a vector is cut: parts are whole chunks.
 
     >>> chunks_of(16_000_000), chunks_of(1_000_000)
-    (123, 64)
+    (64, 32)
     """
-    limits = config or TransportConfig()
-    most = limits.chunk_bytes // 4
-    wanted = -(-numel // limits.chunks_per_vector_min)
-    size = max(limits.chunk_bytes_min // 4, min(most, wanted))
-    return max(1, -(-numel // size))
+    return max(1, -(-numel // (config or TransportConfig()).chunk_numel(numel)))
 
 
 def group_shares(

@@ -22,7 +22,7 @@ from moshpit.types import GroupId, PeerId, Role, RunId
 from moshpit.wire.messages import Columns, GroupFormed, GroupKey, Join
 
 CHUNKS_MAX = 1 << 24  # 8 TB in chunks of 512 KiB; a bound against nonsense
-CHUNK_BYTES_MAX = 512 * 1024  # config.TransportConfig.chunk_bytes: where a size is not known
+CHUNK_BYTES_MAX = 1 << 20  # config.TransportConfig.chunk_bytes: where a size is not known
 VECTOR_BYTES_MAX = 1 << 44
 SCHEMA_BYTES_MAX = 64
 GROUP_ID_BYTES = 16

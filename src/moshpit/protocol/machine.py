@@ -332,6 +332,12 @@ Effect = (
 )  # fmt: skip
 
 
+ROUTINE = frozenset(
+    {Send, SendContribution, SendResult, Accumulate, AccumulateOwn, TakeResult, Finalize, Emit}
+)
+"""Effects that only the driver has to do with; most are of these kinds."""
+
+
 class Machine(Protocol):
     """What every machine of the protocol offers its driver."""
 

@@ -25,6 +25,7 @@ from moshpit.protocol.climb import Climb, RunningRound
 from moshpit.protocol.clock import OwnClock
 from moshpit.protocol.course import Averaging
 from moshpit.protocol.machine import (
+    ROUTINE,
     AveragingDue,
     AveragingEnded,
     BeginAveraging,
@@ -238,17 +239,19 @@ class Node:
     def _absorb(self, new: list[Effect], effects: list[Effect], now: float) -> None:
         """Pass effects on, acting on those that are about the course of the averaging."""
         for effect in new:
+            if type(effect) in ROUTINE:
+                effects.append(effect)
+                continue
             if isinstance(effect, SeekFailed):
                 self._seek_failed(effect, effects, now)
                 continue
             if isinstance(effect, Silent):
                 effects += self._membership.silent(effect.peer, now)
                 continue
-            if isinstance(effect, PartReduced):
-                self._seek_column(effects, now)
-                continue
-            if isinstance(effect, HoldOver):
-                self._let_go(effects, now)
+            if isinstance(effect, PartReduced | HoldOver):
+                (self._seek_column if isinstance(effect, PartReduced) else self._let_go)(
+                    effects, now
+                )
                 continue
             effects.append(effect)
             if isinstance(effect, GroupReady):

@@ -314,18 +314,16 @@ class Driver:
 
     def _execute(self, effects: list[Effect]) -> None:
         for effect in effects:
-            match effect:
-                case Send(peer=peer, message=message):
-                    self._transport.send(peer, message)
-                case Emit(notice=notice):
-                    self._tell(notice)
-                case _:
-                    if not self._rounds.execute(effect):
-                        self._course(effect)
+            if not self._rounds.execute(effect):
+                self._course(effect)
 
     def _course(self, effect: Effect) -> None:
-        """Effects about the course of an averaging."""
+        """Effects that are not about payloads."""
         match effect:
+            case Send(peer=peer, message=message):
+                self._transport.send(peer, message)
+            case Emit(notice=notice):
+                self._tell(notice)
             case GroupReady(formed=formed, seat=seat, source=source):
                 self._rounds.open(formed, seat, source)
                 self._idle.clear()

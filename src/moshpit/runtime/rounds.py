@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -62,6 +62,18 @@ class Rounds:
         self._arrived: tuple[RoundStore, memoryview] | None = None
         self._job: Averaging | None = None
         self._ended: tuple[Averaging, EpochReport] | None = None
+        self._actions: dict[type, Callable[[Any], None]] = {
+            SendContribution: self._send,
+            SendResult: self._send,
+            Accumulate: self._accumulate,
+            AccumulateOwn: self._accumulate_own,
+            TakeResult: self._take,
+            Finalize: self._finalize,
+            ResetSum: self._reset,
+            AdoptResult: self._adopt,
+            CancelSends: self._cancel_sends,
+            RoundEnded: self._round_ended,
+        }
 
     @property
     def any_open(self) -> bool:
@@ -123,7 +135,12 @@ class Rounds:
     def fail(self, error: MoshpitError) -> None:
         """End everything."""
         if self._ended is not None:
-            self._give_out()
+            job = self._ended[0]
+            if job.filling is None or job.filling.complete:
+                self._give_out()
+            else:  # nobody knows what the rest of it was to be
+                job.fail(error)
+                self._ended = None
         if self._job is not None:
             self._job.fail(error)
             self._job = None
@@ -188,34 +205,10 @@ class Rounds:
 
     def execute(self, effect: Effect) -> bool:
         """Do what an effect about payloads says; False if it is not about payloads."""
-        match effect:
-            case SendContribution() | SendResult():
-                self._send(effect)
-            case Accumulate(chunk=chunk, mass=mass):
-                store, buffer = self._arrival()
-                store.accumulate(chunk, mass, buffer)
-            case TakeResult(group=group, chunk=chunk):
-                self._take(self._live[group], chunk)
-            case AccumulateOwn(group=group, chunk=chunk, mass=mass):
-                live = self._live[group]
-                _in_turn(live, chunk, partial(live.store.accumulate_own, chunk, mass), own=True)
-            case ResetSum(group=group, chunk=chunk):
-                self._live[group].store.reset(chunk)
-            case Finalize(group=group, chunk=chunk, mass=mass):
-                live = self._live[group]
-                _in_turn(live, chunk, partial(_finalize, live, chunk, mass))
-            case AdoptResult(group=group, source=source, chunk=chunk):
-                if source is not None:
-                    live, column = self._live[group], self._live[source].store
-                    _in_turn(live, chunk, partial(live.store.adopt, column, chunk))
-            case CancelSends(peer=peer, group=group):
-                self.outbox.cancel(peer, group)
-                if group in self._live:
-                    _cancel(self._live[group], peer, group)
-            case RoundEnded(report=report):
-                self._round_ended(report)
-            case _:
-                return False
+        action = self._actions.get(type(effect))
+        if action is None:
+            return False
+        action(effect)
         return True
 
     def _arrival(self) -> tuple[RoundStore, memoryview]:
@@ -224,12 +217,43 @@ class Rounds:
 
     def _send(self, effect: SendContribution | SendResult) -> None:
         live = self._live.get(effect.group)
-        if live is not None:
-            own = isinstance(effect, SendContribution)
-            deed = partial(self.outbox.put, effect.peer, effect)
-            _in_turn(live, effect.chunk, deed, own=own, shipment=effect)
+        if live is None:
+            return
+        if live.job.filling is None:
+            self.outbox.put(effect.peer, effect)
+            return
+        own = isinstance(effect, SendContribution)
+        deed = partial(self.outbox.put, effect.peer, effect)
+        _in_turn(live, effect.chunk, deed, own=own, shipment=effect)
 
-    def _take(self, live: LiveRound, chunk: int) -> None:
+    def _accumulate(self, effect: Accumulate) -> None:
+        store, buffer = self._arrival()
+        store.accumulate(effect.chunk, effect.mass, buffer)
+
+    def _accumulate_own(self, effect: AccumulateOwn) -> None:
+        live, chunk = self._live[effect.group], effect.chunk
+        deed = partial(live.store.accumulate_own, chunk, effect.mass)
+        _in_turn(live, chunk, deed, own=True)
+
+    def _reset(self, effect: ResetSum) -> None:
+        self._live[effect.group].store.reset(effect.chunk)
+
+    def _finalize(self, effect: Finalize) -> None:
+        live, chunk = self._live[effect.group], effect.chunk
+        _in_turn(live, chunk, partial(_finalize, live, chunk, effect.mass))
+
+    def _adopt(self, effect: AdoptResult) -> None:
+        if effect.source is not None:
+            live, column = self._live[effect.group], self._live[effect.source].store
+            _in_turn(live, effect.chunk, partial(live.store.adopt, column, effect.chunk))
+
+    def _cancel_sends(self, effect: CancelSends) -> None:
+        self.outbox.cancel(effect.peer, effect.group)
+        if effect.group in self._live:
+            _cancel(self._live[effect.group], effect.peer, effect.group)
+
+    def _take(self, effect: TakeResult) -> None:
+        live, chunk = self._live[effect.group], effect.chunk
         store, buffer = self._arrival()
         filling = live.job.filling
         if filling is None or not filling.waits(chunk, own=False):
@@ -239,7 +263,8 @@ class Rounds:
             filling.put_off(chunk, store.take_later(chunk, buffer))
             filling.put_off(chunk, partial(_landed, live, chunk))
 
-    def _round_ended(self, report: RoundReport) -> None:
+    def _round_ended(self, effect: RoundEnded) -> None:
+        report = effect.report
         live = self._live[report.group]
         filling = live.job.filling
         later = filling.open_chunks() if filling is not None else {}

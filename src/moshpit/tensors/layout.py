@@ -20,7 +20,6 @@ Tensors = Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | Sequence[tuple[s
 
 SCHEMA_BYTES = 8
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_ALIGN = 16  # numbers: chunks begin on cache lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,15 +211,8 @@ class ChunkPlan:
 
     @classmethod
     def of(cls, numel: int, config: TransportConfig) -> ChunkPlan:
-        """Return the plan: chunks of ``chunk_bytes``, or smaller ones, not below
-        ``chunk_bytes_min``, where the vector would have fewer than
-        ``chunks_per_vector_min``."""
-        most = max(1, config.chunk_bytes // 4)
-        least = max(1, min(most, config.chunk_bytes_min // 4))
-        wanted = -(-numel // config.chunks_per_vector_min)
-        if most >= _ALIGN:
-            wanted = -(-wanted // _ALIGN) * _ALIGN
-        return cls(numel, max(least, min(most, wanted)))
+        """Return the plan by the settings (`TransportConfig.chunk_numel`)."""
+        return cls(numel, config.chunk_numel(numel))
 
     @property
     def chunks(self) -> int:
