@@ -404,6 +404,9 @@ class Optimizer(torch.optim.Optimizer):
             self._begin(waits=not self._strategy.overlap)
             if not self._strategy.overlap:
                 self._wait()
+            while self._strategy.halfway and self._pending is None:
+                self._begin(waits=True)
+                self._wait()
 
     def _begin(self, *, waits: bool) -> None:
         self._pending = self._exchange.begin(self._pace.rate, waits=waits)
@@ -482,7 +485,7 @@ class Optimizer(torch.optim.Optimizer):
         self._epoch = max(self._swarm.epoch, report.epoch + 1) + self._standing.offset
         if self._checkpoint is not None:
             self._checkpoint.epoch_ended()
-        if not report.stale:
+        if not report.stale and not self._strategy.halfway:
             self._standing.serve(report.epoch + 1, boundary=True)
         return report
 
