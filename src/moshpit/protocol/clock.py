@@ -47,3 +47,13 @@ class OwnClock:
             self._own_wakeup = own
             own += self._skew
         self.wakeup = own
+
+
+def sooner(a: float | None, b: float | None) -> float | None:
+    """Return the earlier of two times; None is never."""
+    return b if a is None or (b is not None and b < a) else a
+
+
+def past(wakeup: float | None, now: float) -> bool:
+    """Whether a time has come; None never comes."""
+    return wakeup is not None and wakeup <= now

@@ -22,7 +22,7 @@ from moshpit.events import EpochReport, Notice
 from moshpit.protocol import grid
 from moshpit.protocol.allreduce import AllReduce
 from moshpit.protocol.climb import Climb, RunningRound
-from moshpit.protocol.clock import OwnClock
+from moshpit.protocol.clock import OwnClock, past, sooner
 from moshpit.protocol.course import Averaging
 from moshpit.protocol.machine import (
     ROUTINE,
@@ -190,14 +190,14 @@ class Node:
     # --- routing --------------------------------------------------------------------------
 
     def _tick(self, event: Tick, effects: list[Effect], now: float) -> None:
-        if _past(self._membership.wakeup, now):
+        if past(self._membership.wakeup, now):
             effects += self._membership.handle(event, now)
-        if _past(self._matchmaker.wakeup, now):
+        if past(self._matchmaker.wakeup, now):
             self._absorb(self._matchmaker.handle(event, now), effects, now)
         for running in self._rounds.all():
-            if _past(running.machine.wakeup, now):
+            if past(running.machine.wakeup, now):
                 self._pass_on(running, running.machine.handle(event, now), effects, now)
-        if self._latest_progress is not None and _past(self._progress.wakeup, now):
+        if self._latest_progress is not None and past(self._progress.wakeup, now):
             self._local_progress(self._latest_progress, effects, now)
 
     def _received(
@@ -486,17 +486,9 @@ class Node:
             effects.append(AveragingDue(self._epoch))
 
     def _next_wakeup(self) -> float | None:
-        soonest = _sooner(self._membership.wakeup, self._matchmaker.wakeup)
+        soonest = sooner(self._membership.wakeup, self._matchmaker.wakeup)
         for running in self._rounds.all():
-            soonest = _sooner(soonest, running.machine.wakeup)
+            soonest = sooner(soonest, running.machine.wakeup)
         if self._averaging is None and self._due is None:
-            soonest = _sooner(soonest, self._progress.wakeup)
+            soonest = sooner(soonest, self._progress.wakeup)
         return soonest
-
-
-def _sooner(a: float | None, b: float | None) -> float | None:
-    return b if a is None or (b is not None and b < a) else a
-
-
-def _past(wakeup: float | None, now: float) -> bool:
-    return wakeup is not None and wakeup <= now
