@@ -34,6 +34,7 @@ from moshpit.cli.demo_model import (
 )
 from moshpit.identity.tickets import RunKey
 from moshpit.training.strategies import Strategy
+from moshpit.types import Address
 
 PEERS = 2
 BATCH = 16
@@ -72,9 +73,14 @@ def cases() -> list[Case]:
         make = lambda: moshpit.DiLoCo(NEVER, outer, overlap=False, codec=codec)  # noqa: E731
         return Case(name, codec, make, 20, 3e-3)
 
+    def powersgd(rank: int) -> Case:
+        make = lambda: moshpit.GradientAveraging(NEVER, powersgd_rank=rank)  # noqa: E731
+        return Case("GradientAveraging", f"PowerSGD, rank {rank}", make, 1, 3e-3)
+
     usual, plain = moshpit.Nesterov(), moshpit.Nesterov(lr=1.0, momentum=0.0)
     return [
         *[gradients(c) for c in ("float32", "float16", "int8", "int4", "topk", "topk64", "auto")],
+        *[powersgd(rank) for rank in (2, 4)],
         *[diloco("DiLoCo", usual, c) for c in ("float32", "int8", "int4", "topk", "auto")],
         *[
             diloco("DiLoCo, lr=1, momentum=0", plain, c)
@@ -91,7 +97,7 @@ def train(case: Case, text: Corpus, samples: int) -> tuple[float, float]:
     invite = RunKey.generate().invite()
     with contextlib.ExitStack() as stack:
 
-        def join(addresses: tuple[moshpit.Address, ...]) -> moshpit.Swarm:
+        def join(addresses: tuple[Address, ...]) -> moshpit.Swarm:
             ticket = invite.ticket(addresses).encode()
             return stack.enter_context(
                 moshpit.join(
@@ -139,7 +145,7 @@ class _Peer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--samples", type=int, default=12_800, help="of all peers, in each run")
     parser.add_argument("--only", default="", help="the strategies whose names begin so")
     options = parser.parse_args()
@@ -158,8 +164,8 @@ def main() -> None:
         more = "" if exact_loss == loss else f"{100 * (loss / exact_loss - 1):+.1f} %"
         smaller = f"{exact_sent / sent:.1f}"
         print(
-            f"| {case.name} | `{case.codec}` | {sent:.1f} | {smaller} | {loss:.3f} | {more} "
-            f"| {seconds:.0f} |",
+            f"| {case.name} | {case.codec} | {sent:.1f} | {smaller} | {loss:.3f} | {more} "
+            f"| {seconds:.0f} |",  # of training, joining and validation
             flush=True,
         )
 

@@ -190,6 +190,28 @@ def test_a_state_between_the_two_averagings_goes_on(together):
     assert torch.equal(peers[0].at(), copies[0].at())
 
 
+def test_a_newcomer_with_a_state_between_the_two_takes_the_same_step(together):
+    """As state transfer leaves it: it has given nothing to the mean of P, and gives no Q."""
+    swarm, peers = swarm_of(3, rank=1)
+    swarm.here.remove(2)
+    *old, newcomer = peers
+    for peer in old:
+        peer.step(batch=8)
+    together(*[lambda p=p: (p.opt._attach(), p.opt._begin(waits=True), p.opt._wait()) for p in old])
+    newcomer.opt.load_state_dict(old[0].opt.state_dict())
+    newcomer.model.load_state_dict(old[0].model.state_dict())
+    newcomer.strategy.taken_over()
+    newcomer.opt._standing.next_epoch = swarm.epoch
+    swarm.here.append(2)
+    assert newcomer.strategy.halfway
+    for _ in range(3):
+        average(peers, together)
+        assert all_equal(peers)
+        for peer in peers:
+            peer.step(batch=8)
+    assert newcomer.strategy.samples == 8
+
+
 @pytest.mark.parametrize("options", [{"powersgd_rank": 0}, {"powersgd_rank": 2, "codec": "int8"}])
 def test_settings_that_make_no_sense_are_refused(options):
     with pytest.raises(ConfigError, match="powersgd_rank"):
