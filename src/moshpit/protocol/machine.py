@@ -69,8 +69,10 @@ class Signer(Protocol):
         ...
 
 
-class _Data(msgspec.Struct, frozen=True):
-    """Plain frozen data; compared by value, so that tests compare whole lists."""
+class _Data(msgspec.Struct, frozen=True, gc=False):
+    """Plain frozen data; compared by value, so that tests compare whole lists.
+
+    It is never part of a cycle, so the garbage collector need not look at it."""
 
 
 # --- events: what the driver tells a machine ----------------------------------------------

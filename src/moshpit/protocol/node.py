@@ -110,6 +110,7 @@ class Node:
         self._rounds = OpenRounds()
         self._misfits = Misfits(self._membership.view)
         self._membership.view.watch(self._misfits.note)
+        self._eventful = False  # whether the latest chunk changed the course of things
         self._generation = -1
         self._clock = OwnClock(now)
 
@@ -165,7 +166,10 @@ class Node:
                 self._membership.heard(peer, now)
                 self._received(event, peer, message, effects, now)
             case ChunkArrived():
+                self._eventful = False
                 self._round_event(event, event.header.group, effects, now)
+                if not self._eventful and self._averaging is not None:
+                    return effects  # nothing but payloads moved: nobody's time has changed
             case Tick():
                 self._tick(event, effects, now)
             case LocalProgress():
@@ -233,6 +237,7 @@ class Node:
         if climb is None or climb.column is not running or climb.row.machine.ended:
             self._absorb(new, effects, now)
         else:
+            self._eventful = True
             self._climbed(climb, new, effects, now)
         self._rounds.forget_if_closed(running)
 
@@ -242,6 +247,7 @@ class Node:
             if type(effect) in ROUTINE:
                 effects.append(effect)
                 continue
+            self._eventful = True
             if isinstance(effect, SeekFailed):
                 self._seek_failed(effect, effects, now)
                 continue

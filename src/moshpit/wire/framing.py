@@ -48,7 +48,7 @@ class ChunkKind(IntEnum):
     """A piece of a training state; ``group`` is the first half of its hash."""
 
 
-class ChunkHeader(msgspec.Struct, frozen=True):
+class ChunkHeader(msgspec.Struct, frozen=True, gc=False):
     """The header of a chunk.
 
     Attributes:
