@@ -6,14 +6,17 @@ import math
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moshpit.errors import ConfigError
 from moshpit.protocol import partition
 from moshpit.runtime.autocodec import CORE_GBPS, DIFFERENCES, PARAMETERS, AutoCodec, codec_or_auto
+from moshpit.runtime.jobs import Averaging
 from moshpit.tensors.codecs import CODECS, Codec, codec_named
-from moshpit.tensors.store import Encoding
+from moshpit.tensors.layout import ChunkPlan
+from moshpit.tensors.store import Encoding, RoundStore
 from moshpit.wire.messages import GroupFormed, GroupKey, Join
 
 MBIT = 1e6 / 8
@@ -75,6 +78,16 @@ def test_time_that_nobody_waits_for_is_used() -> None:
 def test_an_unknown_link_counts_as_fast() -> None:
     auto = AutoCodec(PARAMETERS)
     assert to_itself(group(0, 0), auto) == to_itself(group(1000, 1000), auto)
+
+
+def test_further_rounds_send_means_as_results_are_sent() -> None:
+    """Cut to the k largest again, rows would lose 15 of 16 numbers, and nobody would keep them."""
+    plan, formed = ChunkPlan(64, 16), group(100, 100)
+    job = Averaging(torch.zeros(64), plan, codec_named("topk"))
+    assert job.encoding(formed, 0).contribution(0).name == "topk"
+    job.stores.append(RoundStore(job.current, job.current, plan, job.encoding(formed, 0)))
+    assert job.encoding(formed, 0).contribution(0).name == "int8"
+    assert job.encoding(formed, 0).result is codec_named("int8")
 
 
 SPEEDS = st.lists(st.floats(1, 2_000), min_size=2, max_size=8)
