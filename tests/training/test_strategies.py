@@ -13,7 +13,18 @@ from torch import nn
 
 import moshpit.training.optimizer as wrapped
 from moshpit.errors import ConfigError, DriftError
-from moshpit.training.strategies import DiLoCo, GradientAveraging, LocalSGD
+from moshpit.training.strategies import (
+    DiLoCo,
+    GradientAveraging,
+    LocalSGD,
+    OverlappedGradientAveraging,
+)
+
+
+def few_or_many(samples):
+    """Return the batches of a step: two in all tests below, or more than any of them makes."""
+    return 2 if samples < 1e9 else 10**6
+
 
 CODED = ("float16", "int8", "topk", "auto")
 STRATEGIES = {
@@ -22,6 +33,10 @@ STRATEGIES = {
     "local-statistics": lambda n: LocalSGD(n, average_statistics=True),
     "gradients": GradientAveraging,
     "gradients-clipped": lambda n: GradientAveraging(n, max_grad_norm=0.5),
+    "gradients-overlapped": lambda n: OverlappedGradientAveraging(few_or_many(n)),
+    "gradients-overlapped-clipped": lambda n: OverlappedGradientAveraging(
+        few_or_many(n), max_grad_norm=0.5
+    ),
     "diloco-overlap": DiLoCo,
     "diloco-blocking": lambda n: DiLoCo(n, overlap=False),
     "local-float16": lambda n: LocalSGD(n, average_statistics=True, codec="float16"),
@@ -32,6 +47,7 @@ STRATEGIES = {
     "diloco-blocking-topk": lambda n: DiLoCo(n, overlap=False, codec="topk"),
 }
 BATCH = 8
+GRADIENTS = (GradientAveraging, OverlappedGradientAveraging)
 
 every_strategy = pytest.mark.parametrize("make", STRATEGIES.values(), ids=STRATEGIES.keys())
 
@@ -67,7 +83,7 @@ class Trainer:
 
 def poison(trainer):
     """Make this trainer's next snapshot non-finite."""
-    if isinstance(trainer.opt._strategy, GradientAveraging):
+    if isinstance(trainer.opt._strategy, GRADIENTS):
         first = next(iter(trainer.opt._strategy._sums.values()))
         first.view(-1)[0] = math.inf
     else:
@@ -82,7 +98,7 @@ def poison(trainer):
 def test_alone_it_is_the_wrapped_optimizer(make, memory_swarm):
     trainer = Trainer(memory_swarm(1).peers[0], make(2 * BATCH))
     plain = Trainer(memory_swarm(1).peers[0], LocalSGD(1e9))
-    gradients = isinstance(trainer.opt._strategy, GradientAveraging)
+    gradients = isinstance(trainer.opt._strategy, GRADIENTS)
     for _ in range(4):
         if gradients:
             ((plain.loss() + plain.loss()) / 2).backward()
@@ -228,7 +244,7 @@ def test_peers_of_different_strategies_or_shapes_have_different_schemas(memory_s
         return peer.attached[0]
 
     kinds = [make(64) for make in STRATEGIES.values()]
-    assert len({schema(s) for s in kinds}) == 5
+    assert len({schema(s) for s in kinds}) == 6
     assert schema(LocalSGD(64)) != schema(LocalSGD(64), width=7)
 
 

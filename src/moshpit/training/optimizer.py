@@ -397,6 +397,8 @@ class Optimizer(torch.optim.Optimizer):
         if self._pending is not None:
             if self._pending[0].done():
                 self._collect()
+            elif self._strategy.begins_itself:  # whoever is done first: all count alike
+                self._epoch = self._standing.next_epoch + 1 + self._standing.offset
             return
         self._epoch = self._swarm.epoch + self._standing.offset
         self._swarm.report_progress(self._strategy.samples, self._pace.rate, self._pace.step_s)

@@ -210,12 +210,15 @@ class OverlappedGradientAveraging(Strategy):
         """Find every tensor's place, and see to it that its gradient is taken."""
         assert self._model is not None
         parameters = self.parameters()
-        at, self._pieces = self._agreement.numel(), []
+        at, pieces = self._agreement.numel(), list[_Piece]()
         for named in (*buffers_of(self._model), *parameters):
             stop = at + named.tensor.numel()
             trained = named.tensor.requires_grad
-            self._pieces.append(_Piece(named.name, named.tensor, at, stop, trained))
+            pieces.append(_Piece(named.name, named.tensor, at, stop, trained))
             at = stop
+        if [id(p.tensor) for p in pieces] == [id(p.tensor) for p in self._pieces]:
+            return
+        self._pieces = pieces
         self._numbers = {piece.tensor: i for i, piece in enumerate(self._pieces)}
         if self._needs is not None:
             self._needs.close()
@@ -362,19 +365,27 @@ class OverlappedGradientAveraging(Strategy):
         return self._filling is None
 
     def snapshot(self) -> Snapshot:
+        """Begin a step: early, with a vector that fills in the backward pass, or with what earlier
+        batches have left."""
         numel = self._pieces[-1].stop
         vector, self._spare = self._spare, None
         if vector is None or vector.numel() != numel:
             vector = torch.empty(numel, dtype=torch.float32)
-        early, self._expected = self._expected, None
-        samples = 0.0 if early is None else early
-        todo = dict.fromkeys(range(len(self._pieces)))
-        self._filling = _Step(
-            vector, self._gathered + samples, samples, early=early is not None, todo=todo
+        expected, self._expected = self._expected, None
+        early, samples = expected is not None, expected or 0.0
+        bad = (
+            None
+            if early
+            else first_nonfinite([Named(p.name, self._sum_of(p.tensor)) for p in self.parameters()])
         )
+        if bad is not None:
+            self._sums.clear()
+            self._gathered = 0.0
+        todo = dict.fromkeys(range(len(self._pieces)))
+        self._filling = _Step(vector, self._gathered + samples, samples, early=early, todo=todo)
         exact = self._before_main()
         snapshot = Snapshot(
-            vector, self._filling.weight, codec=self.codec, exact_head=exact, filling=True
+            vector, self._filling.weight, bad, codec=self.codec, exact_head=exact, filling=True
         )
         return self._as_differences(snapshot)
 
