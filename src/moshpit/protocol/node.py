@@ -110,7 +110,7 @@ class Node:
         self._rounds = OpenRounds()
         self._misfits = Misfits(self._membership.view)
         self._membership.view.watch(self._misfits.note)
-        self._eventful = False  # whether the latest chunk changed the course of things
+        self._eventful = False  # whether the latest chunk changed the course
         self._generation = -1
         self._clock = OwnClock(now)
 
@@ -159,6 +159,7 @@ class Node:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event; return what is to be done, in order."""
+        due = past(self._clock.wakeup, now)
         now = self._clock.read(now)
         effects: list[Effect] = []
         match event:
@@ -168,7 +169,7 @@ class Node:
             case ChunkArrived():
                 self._eventful = False
                 self._round_event(event, event.header.group, effects, now)
-                if not self._eventful and self._averaging is not None:
+                if not (self._eventful or due or self._averaging is None):
                     return effects  # nothing but payloads moved: nobody's time has changed
             case Tick():
                 self._tick(event, effects, now)
@@ -255,9 +256,8 @@ class Node:
                 effects += self._membership.silent(effect.peer, now)
                 continue
             if isinstance(effect, PartReduced | HoldOver):
-                (self._seek_column if isinstance(effect, PartReduced) else self._let_go)(
-                    effects, now
-                )
+                column = isinstance(effect, PartReduced)
+                (self._seek_column if column else self._let_go)(effects, now)
                 continue
             effects.append(effect)
             if isinstance(effect, GroupReady):
@@ -470,11 +470,10 @@ class Node:
         """An aux peer has no model; it reduces what the workers average."""
         if self._role is not Role.AUX or self.view.me.schema:
             return
-        for peer in self.view.live:
-            record = self.view.record(peer)
-            if record is not None and record.schema:
-                effects += self._membership.publish(now, schema=record.schema)
-                return
+        known = (self.view.record(peer) for peer in self.view.live)
+        schema = next((r.schema for r in known if r is not None and r.schema), b"")
+        if schema:
+            effects += self._membership.publish(now, schema=schema)
 
     def _follow(self, effects: list[Effect], now: float) -> None:
         """Become due, or go to the swarm's epoch."""
