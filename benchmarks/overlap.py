@@ -6,9 +6,10 @@ as long in their backward pass, without holding the interpreter: so the time of 
 known, and does not depend on how many peers share this machine's cores. What it costs beyond that
 (gradients, vectors, encryption, the network thread) is real.
 
-In one run, in turn: computing alone, communicating alone (`Swarm.average_` of a vector of the
-model's size), `GradientAveraging`, `OverlappedGradientAveraging`; for computing that takes twice
-as long as the link needs, as long, and half as long.
+A step is what moves all peers' parameters once. In one run, in turn: computing alone,
+communicating alone (`Swarm.average_` of a vector of the model's size), `GradientAveraging`,
+`OverlappedGradientAveraging`; for computing that takes twice as long as the link needs, as long,
+and half as long.
 
     python -m benchmarks.overlap --peers 2,4 --mb 16 --mbit 100 --steps 8 --json out.json
 
@@ -101,7 +102,14 @@ def train_together(
     """Train with the others, each step with all of them."""
     model = build(numel, seconds)
     optimizer = moshpit.Optimizer(sgd(model), swarm, strategy, batch_size=8, model=model)
-    times = train(model, optimizer, count)
+    times: list[float] = []
+    began = time.monotonic()
+    while optimizer.epoch < count:  # peers may need more than one batch to see the target met
+        epoch = optimizer.epoch
+        train(model, optimizer, 1)
+        if optimizer.epoch > epoch:
+            times.append(time.monotonic() - began)
+            began = time.monotonic()
     optimizer.finish()
     return times
 
