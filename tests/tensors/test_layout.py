@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moshpit.config import TransportConfig
@@ -205,7 +205,6 @@ def test_small_vectors_have_smaller_chunks_but_not_tiny_ones() -> None:
     assert ChunkPlan.of(64 * 131_072 * 10, CONFIG).chunk_numel == CONFIG.chunk_bytes // 4
 
 
-@settings(deadline=None)
 @given(numel=st.integers(1, 3000), chunk_numel=st.integers(1, 40), data=st.data())
 def test_a_spread_plan_has_some_of_each_region_in_each_part(
     numel: int, chunk_numel: int, data: st.DataObject
