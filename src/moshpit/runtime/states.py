@@ -69,13 +69,17 @@ class StateSync:
         thread: the network's.
         driver: whose desk and view.
         me: this peer.
-        detach: has the others not wait for this peer.
+        declare: tells the swarm what this peer averages, and of which epoch its values are.
     """
 
     def __init__(
-        self, thread: NetworkThread, driver: Driver, me: PeerId, detach: Callable[[], None]
+        self,
+        thread: NetworkThread,
+        driver: Driver,
+        me: PeerId,
+        declare: Callable[[bytes, int], None],
     ) -> None:
-        self.detach = detach
+        self._declare = declare
         self._thread = thread
         self._driver = driver
         self._desk = driver.states
@@ -100,18 +104,28 @@ class StateSync:
         """Give a snapshot to those that wait; ``make`` is called in another thread."""
         self._thread.post(self._desk.give, make, self._driver.node.view.me.schema)
 
-    def newest(self, numel: int | None, schema: bytes = b"") -> int | None:
-        """Return the newest epoch of peers that have a state; None: there is no such peer.
+    def detach(self) -> None:
+        """Average nothing until the next `attach`: the others do not wait for this peer."""
+        self._declare(b"", 0)
+
+    def confirm(self, epoch: int) -> None:
+        """Say that this peer's values are of an epoch now."""
+        self._declare(self._driver.node.view.me.schema, epoch)
+
+    def newest(self, numel: int | None, schema: bytes = b"") -> tuple[int, bytes]:
+        """Return the newest epoch of peers that have a state, and what they average; (-1, b""):
+        there is no such peer.
 
         Args:
             numel: how long the vector is that they exchange, if it is known.
             schema: what they exchange, if it is known.
         """
 
-        async def look() -> int | None:
+        async def look() -> tuple[int, bytes]:
             view = self._driver.node.view
             records = [view.record(p) for p in donors_in(view, self._me, 0, _ending(numel), schema)]
-            return max((r.epoch for r in records if r is not None), default=None)
+            known = [(r.epoch, r.schema) for r in records if r is not None]
+            return max(known, default=(-1, b""))
 
         return self._thread.call(look())
 

@@ -102,7 +102,7 @@ class Swarm:
         except BaseException:
             self._thread.stop()
             raise
-        self.states = StateSync(self._thread, self._driver, self.peer_id, self._detach)
+        self.states = StateSync(self._thread, self._driver, self.peer_id, self._declare)
         self.addresses: tuple[Address, ...] = transport.addresses
         atexit.register(self.close)
 
@@ -300,14 +300,14 @@ class Swarm:
         self._plan = plan
         return True
 
-    def _detach(self) -> None:
-        """Average nothing until `attach` is called again: the others do not wait for this peer."""
+    def _declare(self, schema: bytes, epoch: int = 0) -> None:
+        """Tell the swarm what is averaged here now, and which epoch the values are of."""
 
-        async def detach() -> None:
-            self._driver.attach(b"", self._target)
+        async def declare() -> None:
+            self._driver.attach(schema, self._target, epoch)
 
-        self._thread.call(detach())
-        self._schema = b""
+        self._thread.call(declare())
+        self._schema = schema
 
     @property
     def epoch(self) -> int:

@@ -1,11 +1,13 @@
 """Where this peer's training stands in the swarm's epochs, and how it comes back when it is behind.
 
 A peer is *behind* if the swarm has gone on without it: it joined a running job, was paused, cut
-off, or did not get a mean. Then it tells the others not to count on it, fetches the state that
-they have now (`moshpit.runtime.states`), and takes part again. If the swarm has gone on
-meanwhile, it does so again. Strategies whose peers must hold the same parameters
-(`Strategy.same_parameters`) cannot do without; for the others, one epoch is no matter, and where
-nobody gives a state they take the next mean, as ever.
+off, or did not get a mean. Then it fetches the state that the others have now
+(`moshpit.runtime.states`), and takes part again. Meanwhile it listens (`Listener`), and takes
+the means that it has heard; with a strategy that cannot do that (`Strategy.replays`), it tells
+the others not to count on it, and if the swarm has gone on meanwhile, it begins anew.
+Strategies whose peers must hold the same parameters (`Strategy.same_parameters`) cannot do
+without; for the others, one epoch is no matter, and where nobody gives a state they take the
+next mean, as ever.
 
 The other side of it: when somebody asks, the end of an averaging is the moment to copy one's
 own state for them (`Standing.serve`), since there all peers' are alike. Who has waited for
@@ -23,10 +25,13 @@ from typing import Final, final
 import torch
 
 from moshpit.errors import ConfigError, DriftError, StateError
+from moshpit.runtime.company import NUMEL_BYTES
 from moshpit.runtime.states import FetchedState, StateSync
 from moshpit.tensors.image import CHUNK_BYTES_MIN
 from moshpit.training.averager import Averager
 from moshpit.training.checkpoint import Checkpoint
+from moshpit.training.listening import LOOK_S as LISTEN_S
+from moshpit.training.listening import Listener
 from moshpit.training.state import MODEL, Stateful, TrainingState
 from moshpit.training.strategies import Strategy
 from moshpit.training.tensors import buffers_of, is_finite
@@ -164,7 +169,7 @@ class Standing:
             return False
         newest = self._swarm.epoch
         if not self.attached:
-            newest = self._sync.newest(self._numel()) or 0
+            newest, _ = self._sync.newest(self._numel())
         missed = newest - self.next_epoch
         if self._strategy.same_parameters:
             return missed > 0 or bool(self.drift)
@@ -177,28 +182,61 @@ class Standing:
             leave_if_asked: called now and then, as this may last.
         """
         assert self._sync is not None, "who is behind can catch up"
+        sync, own = self._sync, self._schema
+        listener = self._listen(sync)
         while self._tries < TRIES_MAX:
             self._tries += 1
-            if self.attached:
-                self._sync.able(False)
-                self._sync.detach()
-                self.attached = False
-            fetched = self._fetch(self._sync, leave_if_asked)
-            if fetched is None or not self._restore(fetched):
+            if listener is None:
+                self._step_back(sync)
+            fetched = self._fetch(sync, leave_if_asked, listener)
+            if fetched is None:
                 break
+            if listener is not None:
+                listener.settle(leave_if_asked)
+            if not self._restore(fetched):
+                break
+            if listener is not None:
+                if not listener.replay(self.next_epoch):
+                    continue
+                self.next_epoch = max(self.next_epoch, self._swarm.epoch)
+                sync.confirm(self.next_epoch)
+                sync.able(True)
             self.attach()
             if not self.behind():
                 log.info("caught up with the swarm at epoch %d", self.next_epoch)
                 return True
-        self._fresh = False
+        self._step_back(sync)
+        self._schema, self._fresh = own, False
         if not self._strategy.same_parameters:  # which the next mean brings back
-            self.next_epoch = max(self.next_epoch, self._sync.newest(self._numel()) or 0)
+            self.next_epoch = max(self.next_epoch, sync.newest(self._numel())[0])
         return False
 
-    def _fetch(self, sync: StateSync, leave_if_asked: Callable[[], None]) -> FetchedState | None:
+    def _listen(self, sync: StateSync) -> Listener | None:
+        """Take part without a say from now on, where the strategy can make use of that."""
+        if not self._strategy.replays:
+            return None
+        epoch, schema = sync.newest(self._numel(), self._wire_schema)
+        if epoch < 0:
+            return None
+        self._schema = schema[:-NUMEL_BYTES]
+        self._strategy.taken_over()
+        self.attach()
+        sync.able(False)
+        return Listener(self._swarm, self._strategy)
+
+    def _step_back(self, sync: StateSync) -> None:
+        """Have nobody count on this peer."""
+        if self.attached:
+            sync.able(False)
+            sync.detach()
+            self.attached = False
+
+    def _fetch(
+        self, sync: StateSync, leave_if_asked: Callable[[], None], listener: Listener | None
+    ) -> FetchedState | None:
         numel = self._numel()
-        newest = sync.newest(numel, self._wire_schema)
-        if newest is None:
+        newest, _ = sync.newest(numel, self._wire_schema)
+        if newest < 0:
             log.warning("the swarm is ahead, and nobody is there who could give its state")
             return None
         log.info("the swarm is at epoch %d, this peer at %d: fetching", newest, self.next_epoch)
@@ -209,8 +247,10 @@ class Standing:
             schema=self._wire_schema,
         )
         try:
-            while not fetching.wait(LOOK_S):
+            while not fetching.wait(LOOK_S if listener is None else LISTEN_S):
                 leave_if_asked()
+                if listener is not None:
+                    listener.look()
         except BaseException:
             sync.stop(fetching)
             raise
@@ -233,7 +273,7 @@ class Standing:
         self._strategy.taken_over()
         self.offset = max(0, self.resumed - state.epoch)
         self.resumed = self.next_epoch = state.epoch
-        self._schema = fetched.schema[:-8]
+        self._schema = fetched.schema[:-NUMEL_BYTES]
         self._fresh, self.drift = False, ""
         self.caught_up += 1
         return True
@@ -277,7 +317,7 @@ class Standing:
         """What peers that train the same have in their records, where that is known for sure."""
         if not self._schema:
             return b""
-        return self._schema + (self._numel() or 0).to_bytes(8, "little")
+        return self._schema + (self._numel() or 0).to_bytes(NUMEL_BYTES, "little")
 
     def _numel(self) -> int | None:
         return self._strategy.layout()[1] if self._strategy.layout_known else None

@@ -98,6 +98,12 @@ class Strategy(ABC):
     same_parameters: bool = False
     begins_itself: bool = False
 
+    @property
+    def replays(self) -> bool:
+        """Whether a mean that this peer gave nothing to can be taken later, after a state of its
+        epoch was loaded, with the outcome that it had at the others."""
+        return False
+
     def __init__(self, samples_per_epoch: float, *, overlap: bool, codec: str = "float32") -> None:
         if not 0 < samples_per_epoch < float("inf"):
             raise ConfigError(

@@ -192,6 +192,10 @@ class DiLoCo(Strategy):
         self._steps_since_snapshot += 1
         return loss
 
+    @property
+    def replays(self) -> bool:
+        return True
+
     def snapshot(self) -> Snapshot:
         base = self._base()
         self._pending_is_parameters = self._sends_parameters

@@ -65,7 +65,8 @@ class GradientAveraging(Strategy):
 
     Where an averaging brings nothing, the accumulated local gradient is applied. Then, or when
     it missed an epoch or joins late, this peer's parameters are not the others' any more, and
-    its gradients would harm them: the next ``step()`` raises `DriftError`.
+    its gradients would harm them: the next ``step()`` fetches the swarm's state, or, where nobody
+    can give it, raises `DriftError`.
 
     With `torch.amp.GradScaler`, what is averaged is unscaled, so each peer may have a scale of
     its own. A batch that overflows at one peer is left out there; if the mean does (it is more
@@ -124,6 +125,10 @@ class GradientAveraging(Strategy):
     def _head(self) -> list[Named]:
         head = [Named("fingerprint", self._fingerprint)]
         return head if self._low_rank is None else [*head, Named("phase", self._low_rank.head)]
+
+    @property
+    def replays(self) -> bool:
+        return self.powersgd_rank is None  # whose two averagings belong together
 
     def layout(self) -> tuple[bytes, int]:
         schema, numel = super().layout()
