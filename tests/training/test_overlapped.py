@@ -251,6 +251,23 @@ def test_hyperparameters_are_those_of_the_step(memory_swarm, together):
     assert torch.equal(trainer.bytes(), twin.bytes())
 
 
+def test_an_evaluation_may_be_the_first_to_need_the_means(memory_swarm, together):
+    swarm = memory_swarm(2)
+    trainers = [Trainer(p, overlapped(), i, "momentum") for i, p in enumerate(swarm.peers)]
+    for mode in (torch.inference_mode, torch.no_grad):
+
+        def step(trainer, mode=mode):
+            trainer.step()
+            trainer.model.eval()
+            with mode():
+                trainer.model(torch.zeros(2, 6))
+            trainer.model.train()
+
+        for _ in range(2):
+            together(*[lambda t=t, step=step: step(t) for t in trainers])
+    assert torch.equal(*together(*[t.bytes for t in trainers]))
+
+
 def test_needs_are_those_of_the_nearest_module_that_was_called():
     model = Block()
     tensors = [p for _, p in model.named_parameters()]

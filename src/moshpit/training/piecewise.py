@@ -2,17 +2,19 @@
 
 `Needs` finds out which module's forward pass needs which parameters; `PiecewiseStep` lets a
 `torch.optim.Optimizer` make its step for some parameters now and for the others later, all
-with the settings of one moment.
+with the settings of one moment. A `GlobalStep` is the way of one step of all peers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from moshpit.errors import ConfigError
+from moshpit.training.averager import Averaging
 
 
 class PiecewiseStep:
@@ -65,6 +67,49 @@ class PiecewiseStep:
 
 def _kept(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor's place in the vector."""
+
+    name: str
+    tensor: torch.Tensor
+    start: int
+    stop: int
+    trained: bool
+
+
+@dataclass(slots=True)
+class GlobalStep:
+    """One step of all peers, from its first gradient to its last parameter.
+
+    Attributes:
+        vector, weight: what this peer brings.
+        samples: of the last batch, as they were known when the averaging began.
+        early: it was begun by a gradient; otherwise there is no last batch.
+        job: the averaging.
+        filled: the pieces that are in the vector, by number.
+        todo: the pieces whose means are not used yet.
+        spoiled: what was not finite; "" if nothing.
+        settings: the optimizer's, as they were in ``step()``; until then None.
+        judged: the first numbers were looked at.
+        skipped: nobody makes this step.
+        scale: by which the mean is multiplied, to clip it.
+    """
+
+    vector: torch.Tensor
+    weight: float
+    samples: float
+    early: bool
+    todo: dict[int, None]
+    job: Averaging | None = None
+    filled: set[int] = field(default_factory=set[int])
+    spoiled: str = ""
+    settings: PiecewiseStep | None = None
+    judged: bool = False
+    skipped: bool = False
+    scale: float = 1.0
 
 
 class Needs:

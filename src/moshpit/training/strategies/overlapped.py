@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -26,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moshpit.errors import ConfigError, LocalError
 from moshpit.training.averager import Averaging
-from moshpit.training.piecewise import Needs, PiecewiseStep
+from moshpit.training.piecewise import GlobalStep, Needs, Piece, PiecewiseStep
 from moshpit.training.strategies.base import Closure, Handle, Snapshot, Strategy
 from moshpit.training.strategies.gradient_averaging import (
     check_fingerprint,
@@ -43,49 +42,6 @@ from moshpit.training.tensors import (
 )
 
 log = logging.getLogger("moshpit.training")
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A tensor's place in the vector."""
-
-    name: str
-    tensor: torch.Tensor
-    start: int
-    stop: int
-    trained: bool
-
-
-@dataclass(slots=True)
-class _Step:
-    """One step of all peers, from its first gradient to its last parameter.
-
-    Attributes:
-        vector, weight: what this peer brings.
-        samples: of the last batch, as they were known when the averaging began.
-        early: it was begun by a gradient; otherwise there is no last batch.
-        job: the averaging.
-        filled: the pieces that are in the vector, by number.
-        todo: the pieces whose means are not used yet.
-        spoiled: what was not finite; "" if nothing.
-        settings: the optimizer's, as they were in ``step()``; until then None.
-        judged: the first numbers were looked at.
-        skipped: nobody makes this step.
-        scale: by which the mean is multiplied, to clip it.
-    """
-
-    vector: torch.Tensor
-    weight: float
-    samples: float
-    early: bool
-    todo: dict[int, None]
-    job: Averaging | None = None
-    filled: set[int] = field(default_factory=set[int])
-    spoiled: str = ""
-    settings: PiecewiseStep | None = None
-    judged: bool = False
-    skipped: bool = False
-    scale: float = 1.0
 
 
 @final
@@ -145,13 +101,13 @@ class OverlappedGradientAveraging(Strategy):
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self._batches = 0
         self._gathered = 0.0  # the samples behind the sums
-        self._pieces: list[_Piece] = []
+        self._pieces: list[Piece] = []
         self._numbers: dict[torch.Tensor, int] = {}
         self._hooked: dict[torch.Tensor, RemovableHandle] = {}
         self._needs: Needs | None = None
         self._handle: Handle | None = None
-        self._filling: _Step | None = None
-        self._using: _Step | None = None
+        self._filling: GlobalStep | None = None
+        self._using: GlobalStep | None = None
         self._late: set[int] = set()
         self._everywhere: list[int] = []
         self._expected: float | None = None
@@ -210,11 +166,11 @@ class OverlappedGradientAveraging(Strategy):
         """Find every tensor's place, and see to it that its gradient is taken."""
         assert self._model is not None
         parameters = self.parameters()
-        at, pieces = self._agreement.numel(), list[_Piece]()
+        at, pieces = self._agreement.numel(), list[Piece]()
         for named in (*buffers_of(self._model), *parameters):
             stop = at + named.tensor.numel()
             trained = named.tensor.requires_grad
-            pieces.append(_Piece(named.name, named.tensor, at, stop, trained))
+            pieces.append(Piece(named.name, named.tensor, at, stop, trained))
             at = stop
         if [id(p.tensor) for p in pieces] == [id(p.tensor) for p in self._pieces]:
             return
@@ -255,7 +211,7 @@ class OverlappedGradientAveraging(Strategy):
         parameter.grad = None
         self._fill(step, number, gradient)
 
-    def _begin(self) -> _Step:
+    def _begin(self) -> GlobalStep:
         """Begin this step's averaging, when the last one's means are all in use."""
         handle = self._handle
         assert handle is not None, "connect() comes first"
@@ -268,7 +224,7 @@ class OverlappedGradientAveraging(Strategy):
         assert self._filling is not None
         return self._filling
 
-    def _fill(self, step: _Step, number: int, gradient: torch.Tensor | None) -> None:
+    def _fill(self, step: GlobalStep, number: int, gradient: torch.Tensor | None) -> None:
         """Write this peer's mean gradient of a piece into the vector, or a buffer."""
         piece = self._pieces[number]
         place = step.vector[piece.start : piece.stop].view(piece.tensor.shape)
@@ -337,7 +293,7 @@ class OverlappedGradientAveraging(Strategy):
             named.tensor.grad = None
 
     @torch.no_grad()
-    def _complete(self, step: _Step) -> None:
+    def _complete(self, step: GlobalStep) -> None:
         """Fill what is left of the vector; from here on it is the network's."""
         used = [number for number in step.filled if self._pieces[number].trained]
         for number in range(len(self._pieces)):
@@ -382,7 +338,9 @@ class OverlappedGradientAveraging(Strategy):
             self._sums.clear()
             self._gathered = 0.0
         todo = dict.fromkeys(range(len(self._pieces)))
-        self._filling = _Step(vector, self._gathered + samples, samples, early=early, todo=todo)
+        self._filling = GlobalStep(
+            vector, self._gathered + samples, samples, early=early, todo=todo
+        )
         exact = self._before_main()
         snapshot = Snapshot(
             vector, self._filling.weight, bad, codec=self.codec, exact_head=exact, filling=True
@@ -403,6 +361,7 @@ class OverlappedGradientAveraging(Strategy):
 
     # --- the means --------------------------------------------------------------------------
 
+    @torch.inference_mode(mode=False)  # the pass may be an evaluation
     @torch.no_grad()
     def _use(self, numbers: Iterable[int]) -> None:
         """Make the step for some pieces, as soon as their means are here."""
@@ -424,7 +383,7 @@ class OverlappedGradientAveraging(Strategy):
             self._handle.waited(started)
 
     def _take(
-        self, step: _Step, piece: _Piece, gradients: dict[torch.Tensor, torch.Tensor]
+        self, step: GlobalStep, piece: Piece, gradients: dict[torch.Tensor, torch.Tensor]
     ) -> None:
         assert step.job is not None
         mean = step.job.means(piece.start, piece.stop).view(piece.tensor.shape)
@@ -438,7 +397,7 @@ class OverlappedGradientAveraging(Strategy):
         elif bool(gradient.any().item()):  # what nobody used has no gradient
             gradients[piece.tensor] = gradient
 
-    def _judge(self, step: _Step) -> None:
+    def _judge(self, step: GlobalStep) -> None:
         """Look at what all peers must agree on, once for each step."""
         if step.judged:
             return
