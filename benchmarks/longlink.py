@@ -3,7 +3,7 @@
 Two processes, each in a network namespace of its own, with a relay between them that has a
 rate, a delay, a queue and random losses (`tests/real/relay.py`). One sends sealed chunks as fast
 as the transport takes them, by each congestion control in turn: cubic with one connection, cubic
-with stripes, bbr. Needs root.
+with stripes, bbr, and the default, which begins with cubic and goes on with bbr. Needs root.
 
     python -m benchmarks.longlink --loss 0.01 --json out.json
 """
@@ -37,6 +37,7 @@ VARIANTS = {
     "cubic, 1 connection": {"congestion": "cubic", "stripes_max": 1},
     "cubic, stripes": {"congestion": "cubic"},
     "bbr": {"congestion": "bbr"},
+    "auto": {"congestion": "auto"},
 }
 GROUP = GroupId(bytes(16))
 
@@ -147,7 +148,8 @@ def measure(
 
 
 def allowed(congestion: str) -> bool:
-    """Whether this system lets a socket use an algorithm."""
+    """Whether this system lets a socket use an algorithm (the default needs bbr)."""
+    congestion = "bbr" if congestion == "auto" else congestion
     with socket.socket() as probe:
         try:
             probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())

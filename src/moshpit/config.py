@@ -84,7 +84,7 @@ class TransportConfig:
     chunk_bytes_small: int = 128 * 1024  # finer than this, work outweighs evenness; measured
     chunks_per_vector_min: int = 32  # so that the seats of a usual group have parts that fit
     sealed: bool = True  # False is --plaintext: bulk data is not encrypted
-    congestion: str = "bbr"  # of bulk sockets, where the system allows it; "": its default
+    congestion: str = "auto"  # cubic, and BBR where a link loses packets; or a name; "": default
     stripes_min: int = 1  # bulk connections to each peer, from the start
     stripes_max: int = 8  # and where a link loses packets; measured, benchmarks/longlink.py
 

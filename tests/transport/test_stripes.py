@@ -166,7 +166,15 @@ def test_losses_open_stripes() -> None:
     assert lossy(0.02, VARIANTS["cubic, stripes"])["connections"] > 1
 
 
-@pytest.mark.parametrize(("loss", "variant"), [(0.0, "cubic, stripes"), (0.02, "bbr")])
+def test_losses_change_the_congestion_control_where_that_is_allowed() -> None:
+    lost = lossy(0.02, VARIANTS["auto"])
+    assert lost["connections"] == 1
+    assert lost["mbit"] > 10  # cubic gets 2
+
+
+@pytest.mark.parametrize(
+    ("loss", "variant"), [(0.0, "cubic, stripes"), (0.0, "auto"), (0.02, "bbr")]
+)
 def test_without_need_it_stays_one(loss: float, variant: str) -> None:
     assert lossy(loss, VARIANTS[variant])["connections"] == 1
 

@@ -2,8 +2,11 @@
 
 Usually it is one. A single connection whose congestion control takes every loss for congestion
 (cubic) reaches a few percent of a long link that loses packets; several in parallel, *stripes*,
-share the losses (design §6, benchmarks/longlink.py). So where the kernel reports losses although
-no queue builds up, more are opened. Chunks are named and go over whichever has room.
+share the losses (design §6, benchmarks/longlink.py). One with BBR does not mind them; but where
+several share a short queue without such losses, BBR wastes a tenth of the link by overrunning it
+(decision 0018). So links begin with cubic, and where the kernel reports losses although no queue
+builds up, go on with BBR; if the system does not allow that, more are opened. Chunks are named and
+go over whichever has room.
 
 A peer that leaves says so over control and then closes all. When only the end of a bulk
 connection is seen, the control connection is probed: what comes first, the farewell or the
@@ -20,7 +23,7 @@ from moshpit.errors import RemoteError, WireError
 from moshpit.events import Notice
 from moshpit.transport.base import Flow, LinkStats
 from moshpit.transport.bulk import BulkLink
-from moshpit.transport.sockets import congestion
+from moshpit.transport.sockets import congestion, set_congestion
 from moshpit.transport.stripes import PairContext, Stripe
 from moshpit.types import Address, PeerId, short
 from moshpit.wire.framing import ChunkHeader
@@ -36,6 +39,9 @@ LOSS_MIN: Final = 1e-3  # guess: share of segments sent again at which stripes h
 RTT_S_MIN: Final = 2e-3  # guess: nearer peers recover from a loss in no time
 QUEUE_FREE: Final = 1.25  # guess: a round trip this much above the shortest means a queue
 WIDEN: Final = 4  # guess: 1, 4, 16 ... stripes, up to stripes_max
+ADAPTIVE: Final = "auto"
+FIRST: Final = "cubic"
+RESISTANT: Final = "bbr"
 LOSS_PROOF: Final = frozenset({"bbr", "bbr2", "bbr3"})  # measured, design §6
 
 
@@ -47,6 +53,7 @@ class BulkPair:
         peer: the other one.
         address: where its control connection was dialled, if it was; tried first.
         peer_listens: whether it can be dialled, as far as it said.
+        congestion: the congestion control that its connections ask for.
     """
 
     def __init__(self, context: PairContext, peer: PeerId, stats: LinkStats) -> None:
@@ -58,6 +65,9 @@ class BulkPair:
         self._stripes: list[Stripe] = []
         self._ceiling = _ceiling(context.config)
         self._width = max(1, min(context.config.stripes_min, self._ceiling))
+        wanted = context.config.congestion
+        self._adapts = wanted == ADAPTIVE
+        self.congestion = FIRST if self._adapts else wanted
         self._look: asyncio.TimerHandle | None = None
         self._seen = (0, 0)  # segments sent, and sent again, at the last look
         self._lossy = 0  # looks in a row that found losses and no queue
@@ -130,7 +140,7 @@ class BulkPair:
 
     def _watch(self) -> None:
         """While the link is full, look at its losses from time to time."""
-        if self._look is None and self._width < self._ceiling:
+        if self._look is None and (self._adapts or self._width < self._ceiling):
             self._look = asyncio.get_running_loop().call_later(LOOK_S, self._consider)
 
     def _consider(self) -> None:
@@ -151,8 +161,20 @@ class BulkPair:
         self._lossy = self._lossy + 1 if lossy and not self._loss_proof() else 0
         if self._lossy >= LOOKS:
             self._lossy = 0
-            self._width = min(self._ceiling, WIDEN * self._width)
-            self._open_missing()
+            self._resist()
+
+    def _resist(self) -> None:
+        """Losses without a queue: take BBR, or more connections."""
+        if self._adapts:
+            self._adapts = False
+            self.congestion = RESISTANT
+            for stripe in self._stripes:
+                if stripe.sock is not None:
+                    set_congestion(stripe.sock, RESISTANT)
+            if self._loss_proof():
+                return
+        self._width = min(self._ceiling, WIDEN * self._width)
+        self._open_missing()
 
     def _loss_proof(self) -> bool:
         socks = [s.sock for s in self._stripes if s.sock is not None]

@@ -101,8 +101,14 @@ def tune(sock: socket.socket, congestion: str = "") -> None:
         option = getattr(socket, name, None)
         if option is not None:
             _try_option(sock, option, value)
-    if congestion and hasattr(socket, "TCP_CONGESTION"):
-        _try_option(sock, socket.TCP_CONGESTION, congestion.encode())
+    if congestion:
+        set_congestion(sock, congestion)
+
+
+def set_congestion(sock: socket.socket, name: str) -> None:
+    """Ask for a congestion control, also in the middle of a connection; the system may refuse."""
+    if hasattr(socket, "TCP_CONGESTION"):
+        _try_option(sock, socket.TCP_CONGESTION, name.encode())
 
 
 def keep_queue_short(sock: socket.socket) -> None:

@@ -90,6 +90,11 @@ class PairContext:
 class StripeEvents(BulkEvents, Protocol):
     """Who owns the stripes of a pair."""
 
+    @property
+    def congestion(self) -> str:
+        """The congestion control that connections ask for; empty is the system's."""
+        ...
+
     def dial_addresses(self) -> list[Address]:
         """Return where to dial the other side, the best first."""
         ...
@@ -239,7 +244,7 @@ class Stripe:
                 sock, where = await connect_any(
                     self._owner.dial_addresses(),
                     context.config.dial_timeout_s,
-                    context.config.congestion,
+                    self._owner.congestion,
                 )
             except OSError as error:
                 self._opening = None
@@ -299,7 +304,7 @@ class Stripe:
             self._withdraw()  # the token opens one connection
             self._admitting = True
             self._context.used.append(keys.token)
-            tune(sock, self._context.config.congestion)
+            tune(sock, self._owner.congestion)
             link = self._new_link(keys)
             await asyncio.get_running_loop().connect_accepted_socket(lambda: link, sock)
         except BaseException:
