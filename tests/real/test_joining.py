@@ -143,6 +143,16 @@ def test_a_latecomer_takes_part(strategy: str, tmp_path: Path) -> None:
         assert all(end["realignments"] == 0 for end in ends), "it had the outer momentum, too"
 
 
+def test_epochs_may_be_shorter_than_a_transfer(tmp_path: Path) -> None:
+    with job(tmp_path, "--strategy", "gradients", "--width", "2000", "--samples", "32") as running:
+        both = start_two(running)
+        late = running.add("--seed", "7")
+        late.expect("epoch", epoch=1)
+        assert "means since" in late.errors
+        peers = [*both, late]
+        check_all_alike(peers, running.finish(peers, after=8))
+
+
 def test_a_donor_is_killed_in_the_middle(tmp_path: Path) -> None:
     with job(tmp_path, "--strategy", "gradients", "--width", "2000") as running:
         long = ("--samples", "1000")

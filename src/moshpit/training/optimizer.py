@@ -180,10 +180,11 @@ class Optimizer(torch.optim.Optimizer):
             raise LocalError("load_state_dict while an averaging is under way: call finish() first")
         state = dict(state_dict)
         own = state.pop(_STATE_KEY, None)
+        if own is not None:  # first: it refuses another strategy's
+            self._strategy.load_state_dict(own["strategy"])
         self.inner.load_state_dict(state)
         self._share()
         if own is not None:
-            self._strategy.load_state_dict(own["strategy"])
             epoch = int(own["epoch"])
             self._standing.loaded(epoch)
             self._epoch = max(self._swarm.epoch, epoch)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Final, final
@@ -41,6 +42,7 @@ log = logging.getLogger("moshpit.training")
 PATIENCE_S: Final = 3.0  # guess: how long an asker waits for the end of an averaging
 BEHIND_MAX: Final = 1  # epochs that do no harm where parameters may differ; more are stale
 TRIES_MAX: Final = 8  # guess: for swarms whose epochs are hardly longer than a transfer
+PAUSE_S: Final = 0.5  # guess: times the number of tries, so all in all a quarter of a minute
 SIZE_FACTOR: Final = 8  # guess: parameters, two moments, gradient sums, outer momentum, feedback
 SIZE_SLACK: Final = 16 << 20
 LOOK_S: Final = 0.1  # guess: how soon a wait for the others sees that the process is to end
@@ -190,7 +192,10 @@ class Standing:
                 self._step_back(sync)
             fetched = self._fetch(sync, leave_if_asked, listener)
             if fetched is None:
-                break
+                if not self._strategy.same_parameters or sync.newest(self._numel())[0] < 0:
+                    break
+                self._pause(self._tries * PAUSE_S, leave_if_asked, listener)
+                continue
             if listener is not None:
                 listener.settle(leave_if_asked)
             if not self._restore(fetched):
@@ -257,6 +262,17 @@ class Standing:
         if fetching.state is None:
             log.warning("the swarm's state could not be had: %s", fetching.reason)
         return fetching.state
+
+    def _pause(
+        self, seconds: float, leave_if_asked: Callable[[], None], listener: Listener | None
+    ) -> None:
+        """All who could give a state have no time, or are catching up themselves: let them."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            leave_if_asked()
+            if listener is not None:
+                listener.look()
+            time.sleep(LISTEN_S)
 
     def _restore(self, fetched: FetchedState) -> bool:
         try:

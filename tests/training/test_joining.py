@@ -1,0 +1,179 @@
+"""What a joiner does with a state and the means since, and what it does not let in."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import moshpit
+from moshpit.tensors.image import Manifest, StateAssembler
+from moshpit.training.listening import Listener
+from moshpit.training.standing import Standing
+from moshpit.training.state import TrainingState
+from moshpit.training.strategies import DiLoCo, GradientAveraging, LocalSGD
+
+STRATEGIES = {
+    "gradients": GradientAveraging,
+    "gradients-clipped": partial(GradientAveraging, max_grad_norm=0.5),
+    "gradients-int8": partial(GradientAveraging, codec="int8"),
+    "diloco": partial(DiLoCo, overlap=False),
+    "diloco-topk": partial(DiLoCo, overlap=False, codec="topk"),
+}
+BATCH = 8
+LAST = 4
+
+
+class Trainer:
+    def __init__(self, peer, strategy, *, seed, start=7):
+        torch.manual_seed(start)
+        self.model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+        self.random = torch.Generator().manual_seed(seed)
+        inner = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.strategy = strategy
+        self.opt = moshpit.Optimizer(inner, peer, strategy, batch_size=BATCH, model=self.model)
+        self.states = {}
+
+    def train(self):
+        while self.opt.epoch < LAST:
+            x = torch.randn(BATCH, 4, generator=self.random)
+            (self.model(x) - x[:, :2].sin()).square().mean().backward()
+            self.opt.step()
+            self.opt.zero_grad()
+            epoch = self.opt.epoch
+            if epoch not in self.states:
+                state = TrainingState.capture(self.opt, self.model, epoch=epoch, generators=False)
+                self.states[epoch] = state
+
+    def state(self):
+        return TrainingState.capture(self.opt.inner, self.model, epoch=0, generators=False)
+
+
+def listen(listener, swarm):
+    while swarm.epoch < LAST:
+        listener.look()
+        threading.Event().wait(0.001)
+    listener.settle(lambda: None)
+
+
+def sent(state):
+    """The state as another peer gets it."""
+    image = state.image(4096)
+    assembler = StateAssembler(Manifest.decode(image.manifest.encode()))
+    for index in range(len(image)):
+        assert assembler.add(index, image.chunk(index))
+    return TrainingState.assembled(assembler)
+
+
+@pytest.mark.parametrize("make", STRATEGIES.values(), ids=STRATEGIES.keys())
+@pytest.mark.parametrize("at", [1, 3, LAST])
+def test_a_state_and_the_means_since_make_the_same_bytes(make, at, memory_swarm, together):
+    swarm = memory_swarm(3)
+    one, two, late = (Trainer(peer, make(6 * BATCH), seed=i) for i, peer in enumerate(swarm.peers))
+    listener = Listener(swarm.peers[2], late.strategy)
+    together(one.train, two.train, lambda: listen(listener, swarm))
+    sent(one.states[at]).restore(late.opt, late.model)
+    late.strategy.taken_over()
+    assert listener.replay(at)
+    for p, q, r in zip(*(t.model.parameters() for t in (one, two, late)), strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(p, r)
+    if isinstance(late.strategy, GradientAveraging):  # then their optimizers are alike, too
+        mine, theirs = late.state(), one.state()
+        assert mine.image().manifest.hashes == theirs.image().manifest.hashes
+    if isinstance(late.strategy, DiLoCo):
+        assert late.strategy.outer_steps == one.strategy.outer_steps == LAST
+        assert late.strategy.realignments == 0
+
+
+def test_a_mean_that_was_missed_is_noticed(memory_swarm, together):
+    swarm = memory_swarm(3)
+    swarm.faults = {(2, 2): "failed"}
+    one, two, late = (
+        Trainer(peer, GradientAveraging(6 * BATCH), seed=i) for i, peer in enumerate(swarm.peers)
+    )
+    listener = Listener(swarm.peers[2], late.strategy)
+    together(one.train, two.train, lambda: listen(listener, swarm))
+    sent(one.states[1]).restore(late.opt, late.model)
+    assert not listener.replay(1)
+
+
+# --- what is not let in ---------------------------------------------------------------------
+
+
+class OneState:
+    """A swarm that is ahead, and whose every state is the same."""
+
+    piece_bytes = 1 << 19
+
+    def __init__(self, state):
+        self.fetched = []
+        self.state = state
+        self.ables = []
+
+    def newest(self, numel, schema=b""):
+        return 5, b"x" * 8 + numel.to_bytes(8, "little")
+
+    def able(self, able):
+        self.ables.append(able)
+
+    def detach(self):
+        pass
+
+    def fetch(self, **how):
+        self.fetched.append(how)
+        image = self.state.image()
+        assembler = StateAssembler(image.manifest)
+        for index in range(len(image)):
+            assembler.add(index, image.chunk(index))
+        state = SimpleNamespace(assembler=assembler, schema=self.newest(1)[1])
+        return SimpleNamespace(wait=lambda _: True, state=state, reason="")
+
+
+def standing_at(trainer, sync, strategy):
+    swarm = SimpleNamespace(states=sync, epoch=5, attach=lambda *_, **__: True, averaging_due=False)
+    return Standing(
+        trainer.opt, swarm, strategy, model=trainer.model, checkpoint=None, catch_up=True
+    )
+
+
+@pytest.mark.parametrize("what", ["nan", "shape", "optimizer", "strategy"])
+def test_a_state_that_does_not_fit_changes_nothing(what, memory_swarm, caplog):
+    donor = Trainer(memory_swarm(1).peers[0], LocalSGD(64), seed=0, start=1)
+    trainer = Trainer(memory_swarm(1).peers[0], LocalSGD(64), seed=0)
+    if what == "strategy":
+        donor = Trainer(memory_swarm(1).peers[0], DiLoCo(64), seed=0, start=1)
+    state = TrainingState.capture(donor.opt, donor.model, epoch=5, generators=False)
+    match what:
+        case "nan":
+            state.tensors["model.0.weight"][1, 2] = float("nan")
+        case "shape":
+            state.tensors["model.0.weight"] = torch.zeros(7, 4)
+        case "optimizer":
+            state.contents["kind"] = "SGD"
+        case _:
+            pass
+    before = [p.clone() for p in trainer.model.parameters()]
+    standing = standing_at(trainer, OneState(state), trainer.strategy)
+    assert standing.behind()
+    assert not standing.catch_up(lambda: None)
+    assert "the swarm's state cannot be used" in caplog.text
+    assert not trainer.opt.inner.state, "not half of it either"
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+    assert not standing.behind(), "it goes on as it is, and takes the next mean"
+
+
+def test_memory_is_bounded_by_the_model(memory_swarm):
+    trainer = Trainer(memory_swarm(1).peers[0], LocalSGD(64), seed=0)
+    state = TrainingState.capture(trainer.opt, trainer.model, epoch=5, generators=False)
+    sync = OneState(state)
+    standing = standing_at(trainer, sync, trainer.strategy)
+    assert standing.catch_up(lambda: None)
+    assert standing.next_epoch == 5
+    (how,) = sync.fetched
+    own = sum(4 * p.numel() for p in trainer.model.parameters())
+    assert own < how["size_max"] <= 8 * own + (16 << 20)
