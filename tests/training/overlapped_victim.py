@@ -9,6 +9,7 @@ import torch
 
 import moshpit
 
+from .test_over_sockets import wait_until_all_are_attached
 from .test_overlapped import Trainer, overlapped, small_chunks
 
 
@@ -16,6 +17,8 @@ def main() -> None:
     with moshpit.join(sys.argv[1], **small_chunks()) as swarm:
         trainer = Trainer(swarm, overlapped(), seed=2)
         print("ready", flush=True)
+        swarm.wait_for_peers(3)
+        wait_until_all_are_attached([swarm])
         trainer.step()
 
         def stop(_: torch.Tensor) -> None:
