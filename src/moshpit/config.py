@@ -98,7 +98,7 @@ class TransportConfig:
 
         Example:
             >>> [TransportConfig().chunk_numel(n) for n in (64 << 20, 16 << 20, 1 << 20, 1000)]
-            [262144, 262144, 16384, 1024]
+            [262144, 262144, 32768, 1024]
         """
         most = max(1, self.chunk_bytes // 4)
         least = max(1, min(most, self.chunk_bytes_min // 4))
