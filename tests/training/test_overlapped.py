@@ -6,6 +6,7 @@ import logging
 import signal
 import subprocess
 import sys
+import threading
 import time
 from copy import deepcopy
 from dataclasses import replace
@@ -158,6 +159,21 @@ def test_peers_over_sockets_end_with_the_same_bytes(size, together, memory_swarm
     here = [Trainer(p, overlapped(accumulate=2), i, "momentum") for i, p in enumerate(alike.peers)]
     together(*[lambda t=t: t.train(STEPS, 2) for t in here])
     torch.testing.assert_close(peers[0].bytes(), here[0].bytes(), rtol=1e-4, atol=1e-5)
+
+
+def test_nobody_goes_ahead_while_others_are_still_starting(together):
+    with joined(RunKey.generate().invite(), 2, small_chunks()) as swarms:
+        first = Trainer(swarms[0], overlapped(), 0)
+        started = threading.Event()
+
+        def late():
+            assert started.wait(60)
+            return Trainer(swarms[1], overlapped(), 1).train()
+
+        first.model.tail.weight.register_hook(lambda _: started.set())  # its backward pass runs
+        reports = together(first.train, late)
+    assert [r.outcome for r in reports] == [moshpit.Outcome.COMPLETE] * 2
+    assert first.opt.stats.alone == 0
 
 
 def test_a_codec_with_feedback_over_sockets(together):

@@ -79,6 +79,7 @@ class Swarm:
         self._numel = 0
         self._plan: ChunkPlan | None = None
         self._last_flat: Averaging | None = None
+        self._began = False
         self._closed = False
         self._close_lock = threading.Lock()
         self._owner = os.getpid()
@@ -381,6 +382,10 @@ class Swarm:
         """
         if self._plan is None:
             raise LocalError("nothing is attached; call attach() first")
+        if filling and not self._began:
+            # No target keeps who is first from going ahead alone.
+            self._wait_for(all_attached, self._config.matchmaking.window_s_first)
+        self._began = True
         job = Averaging(
             vector,
             self._plan.spread() if filling else self._plan,
