@@ -251,6 +251,19 @@ def test_what_only_a_dead_donor_had_makes_another_state_take_its_place() -> None
     assert bench.result.offer.manifest == other.offer.manifest
 
 
+def test_the_same_state_may_be_offered_again_by_one_that_has_it() -> None:
+    bad, good = alike(2, offers=False).values()
+    bad.offers, bad.lies = True, True
+    bench = Bench({peer(1): bad, peer(2): good})
+    bench.run()
+    assert bench.result is None, "the other one may still make an offer"
+    seq = bench.fetch._donors[peer(2)].seq
+    again = msgspec.structs.replace(good.offer, seq=seq)
+    bench.queue += bench.fetch.received(peer(2), again, bench.now)
+    bench.run()
+    assert isinstance(bench.result, Fetched)
+
+
 def test_a_manifest_that_cannot_be_used_is_blamed_on_all_who_offered_it() -> None:
     donors = alike(2)
     good = FakeDonor(offer_of("good", 5), state("good"))

@@ -152,7 +152,8 @@ class StateFetch:
         self._wanted: dict[bytes, None] = {}  # not there yet
         self._have: dict[bytes, None] = {}
         self._reading = False
-        self._refused: list[tuple[bytes, ...]] = []  # manifests that were no use
+        self._refused: list[tuple[bytes, ...]] = []  # manifests that are no use
+        self._incomplete: list[tuple[bytes, ...]] = []  # of states that nobody has in full
         self.ended = False
         self.wakeup = now + BEAT_S
 
@@ -294,6 +295,8 @@ class StateFetch:
             return
         donor.offer = offer
         donor.heard = now
+        if offer.manifest in self._incomplete:
+            self._incomplete.remove(offer.manifest)
         if offer.epoch < self._epoch_min or offer.manifest in self._refused:
             self._give_up(donor)
 
@@ -341,13 +344,13 @@ class StateFetch:
         """Take the newest offer; of one epoch, stay with the one at hand while it can be had."""
         mine = self._offer
         if mine is not None and self._stuck():
-            self._refused.append(mine.manifest)
+            self._incomplete.append(mine.manifest)
             self._offer = mine = None
             self._wanted = {}
         offers = [
             d.offer
             for d in self._donors.values()
-            if d.offer is not None and not d.out and d.offer.manifest not in self._refused
+            if d.offer is not None and not d.out and d.offer.manifest not in self._incomplete
         ]
         best = max(offers, key=lambda offer: offer.epoch, default=None)
         if best is None or (mine is not None and mine.epoch >= best.epoch):
@@ -362,9 +365,9 @@ class StateFetch:
             donor.flying = {p: None for p in donor.flying if p in self._wanted}
 
     def _stuck(self) -> bool:
-        """Whether a piece is wanted that nobody has who may still be asked."""
+        """Whether a piece is wanted that nobody has who has made an offer."""
         active = [d for d in self._donors.values() if d.offer is not None and not d.out]
-        return any(all(piece in d.lacks for d in active) for piece in self._wanted)
+        return bool(active) and any(all(piece in d.lacks for d in active) for piece in self._wanted)
 
     def _request(self, effects: list[FetchEffect]) -> None:
         """Keep the windows of all donors full."""
