@@ -40,6 +40,7 @@ from moshpit.wire.messages import GroupFormed
 
 COPIES_PER_S: Final = 2e9  # bytes; measured, copying into new memory
 SETTLE_S_MIN: Final = 0.002  # guess
+SETTLE_SHARE: Final = 0.02  # guess: of the time that the averaging took
 
 
 class Rounds:
@@ -107,8 +108,9 @@ class Rounds:
         if job.settled or not job.lent:
             self._give_out()
         else:
-            # Waiting is cheaper than copying only if it does not take longer.
-            patience_s = max(SETTLE_S_MIN, 4 * job.plan.numel / COPIES_PER_S)
+            # Waiting is cheaper than copying only if it does not take longer, or hardly shows.
+            copy_s = 4 * job.plan.numel / COPIES_PER_S
+            patience_s = max(SETTLE_S_MIN, copy_s, SETTLE_SHARE * report.seconds)
             self._loop.call_later(patience_s, self._give_back, job)
 
     def filled(self, job: Averaging) -> None:
@@ -124,6 +126,7 @@ class Rounds:
     def _give_back(self, job: Averaging) -> None:
         """Some groupmates are slower: what they may ask for is copied, the vectors are free."""
         if self._ended is not None and self._ended[0] is job:
+            self._buffers.clear()  # the copies need the room
             job.give_back()
             self._give_out()
 

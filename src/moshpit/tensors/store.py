@@ -53,6 +53,10 @@ class Buffers:
         memory = self._free.pop() if self._free else bytearray(self._bytes)
         return memoryview(memory)[:size]
 
+    def clear(self) -> None:
+        """Give all memory that is not in use back to the system."""
+        self._free.clear()
+
     def give(self, buffer: memoryview) -> None:
         """Take a buffer back; nobody may use it any more."""
         memory = buffer.obj
