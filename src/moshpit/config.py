@@ -81,8 +81,8 @@ class TransportConfig:
     chunk_bytes: int = 1 << 20  # the most; measured, decision 0022
     chunk_bytes_min: int = 4096
     chunks_per_vector: int = 64  # guess: what is cut finer moves more evenly, but costs more work
-    chunk_bytes_small: int = 128 * 1024  # finer than this, work outweighs evenness; measured
-    chunks_per_vector_min: int = 32  # so that the seats of a usual group have parts that fit
+    chunk_bytes_small: int = 256 * 1024  # finer than this, work outweighs evenness; measured
+    chunks_per_vector_min: int = 16  # so that the seats of a usual group have parts that fit
     sealed: bool = True  # False is --plaintext: bulk data is not encrypted
     congestion: str = "auto"  # cubic, and BBR where a link loses packets; or a name; "": default
     stripes_min: int = 1  # bulk connections to each peer, from the start
@@ -98,7 +98,7 @@ class TransportConfig:
 
         Example:
             >>> [TransportConfig().chunk_numel(n) for n in (64 << 20, 16 << 20, 1 << 20, 1000)]
-            [262144, 262144, 32768, 1024]
+            [262144, 262144, 65536, 1024]
         """
         most = max(1, self.chunk_bytes // 4)
         least = max(1, min(most, self.chunk_bytes_min // 4))

@@ -200,8 +200,8 @@ def test_chunks_cover_the_vector_once(numel: int) -> None:
 def test_small_vectors_have_smaller_chunks_but_not_tiny_ones() -> None:
     assert ChunkPlan.of(10, CONFIG).chunks == 1
     assert ChunkPlan.of(2048, CONFIG).chunks == 2
-    assert ChunkPlan.of(8 << 20, CONFIG).chunks == 64
-    assert 30 <= ChunkPlan.of(1_000_000, CONFIG).chunks <= 32
+    assert ChunkPlan.of(4 << 20, CONFIG).chunks == 64
+    assert 15 <= ChunkPlan.of(1_000_000, CONFIG).chunks <= 16
     assert ChunkPlan.of(64 * 131_072 * 10, CONFIG).chunk_numel == CONFIG.chunk_bytes // 4
 
 

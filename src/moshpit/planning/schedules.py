@@ -72,7 +72,7 @@ def chunks_of(numel: int, config: TransportConfig | None = None) -> int:
     """Return into how many chunks a vector is cut: parts are whole chunks.
 
     >>> chunks_of(16_000_000), chunks_of(1_000_000)
-    (64, 32)
+    (64, 16)
     """
     return max(1, -(-numel // (config or TransportConfig()).chunk_numel(numel)))
 

@@ -201,8 +201,8 @@ class ChunkPlan:
 
     Example:
         >>> plan = ChunkPlan.of(100_000, TransportConfig())
-        >>> plan.chunks, plan.chunk_numel, plan.slice(31)
-        (32, 3136, slice(97216, 100000, None))
+        >>> plan.chunks, plan.chunk_numel, plan.slice(15)
+        (16, 6256, slice(93840, 100000, None))
     """
 
     numel: int
