@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +17,7 @@ import moshpit
 from moshpit.events import EpochReport, Notice
 from moshpit.identity.tickets import RunKey
 from moshpit.runtime.jobs import Averaging
+from moshpit.tensors.codecs import codec_named
 from moshpit.types import Address, GroupId
 from moshpit.wire import messages
 from moshpit.wire.framing import ChunkHeader, ChunkKind
@@ -72,7 +74,10 @@ def crowd() -> object:
 
 def bypass(crowd: Crowd, vector: torch.Tensor) -> Averaging:
     """Average what `Swarm.average` would refuse to send."""
-    job = crowd.evil._begin(vector, 1.0, None, always_weighs=True)
+    plan = crowd.evil._plan
+    assert plan is not None
+    job = Averaging(vector, plan, codec_named("float32"))
+    crowd.evil._begin(job, vector, 1.0, None, always_weighs=True)
     with contextlib.suppress(moshpit.MoshpitError):
         job.wait(30.0)
     return job
@@ -191,6 +196,10 @@ def random_value(kind: object, rng: random.Random, crowd: Crowd) -> object:
         if len(parts) == 2 and parts[1] is Ellipsis:
             return tuple(random_value(parts[0], rng, crowd) for _ in range(rng.randrange(3)))
         return tuple(random_value(p, rng, crowd) for p in parts)
+    if isinstance(kind, types.UnionType):
+        return random_value(rng.choice(kind.__args__), rng, crowd)
+    if kind is types.NoneType:
+        return None
     raise AssertionError(f"no random value for {kind}")
 
 
