@@ -388,6 +388,7 @@ class Optimizer(torch.optim.Optimizer):
         came = False
         if self._standing.behind():
             started = time.monotonic()
+            self._epoch = max(self._epoch, self._swarm.epoch + self._standing.offset)
             came = self._standing.catch_up(self._leave_if_asked)
             self._pace.resume(self._note_wait(started))
         self._standing.check()

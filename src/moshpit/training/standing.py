@@ -88,7 +88,6 @@ class Standing:
         if catch_up and not strategy.begins_itself:
             self._sync = getattr(swarm, "states", None)
         self._schema = b""
-        self._fresh = True  # nothing of the swarm's is in these parameters
         self._tries = 0
         self.attached = False
         self.next_epoch = 0
@@ -114,12 +113,13 @@ class Standing:
             self._schema or schema, numel, self._strategy.samples_per_epoch, epoch=self.resumed
         )
         self.attached = True
-        if self._sync is not None:
+        if self._sync is not None and not self.behind():
             self._sync.able(True)
 
     def attach_early(self) -> None:
-        """The sooner, the sooner others count on this peer; not before it has their state."""
-        if self._strategy.layout_known and not self.behind():
+        """The sooner, the sooner others count on this peer. Not where it needs their parameters
+        first, which are in the schema, too."""
+        if self._strategy.layout_known and not (self._strategy.same_parameters and self.behind()):
             self.attach()
 
     def loaded(self, epoch: int) -> None:
@@ -128,11 +128,9 @@ class Standing:
             self.offset = max(0, epoch - self._swarm.epoch)
         else:  # the swarm will hear of it, so that its epochs go on from there
             self.resumed = self.next_epoch = epoch
-            self._fresh = False
 
     def averaged(self, epoch: int, *, whole: bool) -> None:
         """An averaging has ended; ``whole``: all of its mean has reached this peer."""
-        self._fresh = False
         self._tries = 0
         if not whole:
             self.drift = f"the averaging of epoch {epoch} did not reach this peer in full"
@@ -175,7 +173,7 @@ class Standing:
         missed = newest - self.next_epoch
         if self._strategy.same_parameters:
             return missed > 0 or bool(self.drift)
-        return missed > (0 if self._fresh else BEHIND_MAX)
+        return missed > BEHIND_MAX
 
     def catch_up(self, leave_if_asked: Callable[[], None]) -> bool:
         """Fetch the swarm's state and go on from there; return whether it was to be had.
@@ -211,7 +209,7 @@ class Standing:
                 log.info("caught up with the swarm at epoch %d", self.next_epoch)
                 return True
         self._step_back(sync)
-        self._schema, self._fresh = own, False
+        self._schema = own
         if not self._strategy.same_parameters:  # which the next mean brings back
             self.next_epoch = max(self.next_epoch, sync.newest(self._numel())[0])
         return False
@@ -290,7 +288,7 @@ class Standing:
         self.offset = max(0, self.resumed - state.epoch)
         self.resumed = self.next_epoch = state.epoch
         self._schema = fetched.schema[:-NUMEL_BYTES]
-        self._fresh, self.drift = False, ""
+        self.drift = ""
         self.caught_up += 1
         return True
 
