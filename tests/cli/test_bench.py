@@ -412,6 +412,7 @@ def test_what_a_killed_run_left_is_deleted_by_the_next() -> None:
     assert own_namespaces(os.getpid()) == []
 
 
+@pytest.mark.soak
 @pytest.mark.root
 @pytest.mark.usefixtures("links_work")
 @pytest.mark.timeout(2 * PATIENCE_S)

@@ -13,8 +13,17 @@ NUMEL = 3000
 AVERAGINGS = 3
 ATTEMPTS_MAX = 12
 
-SIZES = [(2, 2, 1), (3, 2, 2), (5, 2, 3), (9, 3, 2)]
-MORE_SIZES = [(7, 16, 1), (7, 2, 3), (12, 4, 2), (17, 3, 3), (17, 5, 2), (33, 6, 2), (33, 4, 3)]
+SIZES = [(2, 2, 1), (3, 2, 2), (5, 2, 3)]
+MORE_SIZES = [
+    (9, 3, 2),
+    (7, 16, 1),
+    (7, 2, 3),
+    (12, 4, 2),
+    (17, 3, 3),
+    (17, 5, 2),
+    (33, 6, 2),
+    (33, 4, 3),
+]
 
 
 def average_once(swarm: RealSwarm, axes: int, rng: random.Random) -> bool:

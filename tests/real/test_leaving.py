@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from moshpit.identity.tickets import RunKey
@@ -170,6 +171,7 @@ def test_three_leave_one_after_the_other(tmp_path: Path) -> None:
         assert "ending at once" in three.errors
 
 
+@pytest.mark.soak
 def test_two_leave_wherever_they_are(tmp_path: Path) -> None:
     with trainers(2, tmp_path, "--overlap", "--epoch-samples", "256", "--grace", "20s") as both:
         # In a loop that trains on while averagings are under way.

@@ -48,6 +48,7 @@ def test_sixteen_processes_hold_the_exact_mean_for_the_bytes_of_a_ring() -> None
             assert min(moved) > 0.95 * 2 * (1 - 1 / 16) * 4 * NUMEL, (way, moved)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_rows_and_columns_that_are_not_full_are_exact_too() -> None:
     with real_swarm(50_000, "--group-size", "3", "--schedule", "torus", *PATIENT) as swarm:
@@ -61,6 +62,7 @@ def test_rows_and_columns_that_are_not_full_are_exact_too() -> None:
         assert sorted(len(r["rounds"]) for r in results) == [1, 2, 2, 2, 2, 2, 2]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_a_peer_that_is_killed_costs_its_slice_the_columns_mean_at_most() -> None:
     with real_swarm(4_000_000, "--group-size", "3", "--schedule", "torus", *PATIENT) as swarm:

@@ -184,6 +184,7 @@ def peers(speeds: list[float], numel: int, rounds: int) -> Iterator[list[list[di
         yield [[json.loads(p.stdout.readline()) for p in started] for _ in range(rounds)]
 
 
+@pytest.mark.soak
 def test_unequal_links_get_unequal_parts_and_nobody_was_told() -> None:
     if why := unable():
         pytest.skip(why)

@@ -63,10 +63,13 @@ class MemoryAveraging:
         self.ended.set()
 
     def ready(self, start: int, stop: int) -> None:
-        self.lacking -= stop - start
-        assert self.lacking >= 0, "some numbers came twice"
-        if self.lacking == 0 and stop > start:
+        lacking = self.lacking - (stop - start)
+        assert lacking >= 0, "some numbers came twice"
+        last = lacking == 0 and stop > start
+        if last:
             self.values = self.vector.clone()
+        self.lacking = lacking  # from here on another thread may end it
+        if last:
             self.filled()
 
     def means(self, start: int, stop: int) -> torch.Tensor:
