@@ -10,6 +10,10 @@ import torch
 
 import moshpit
 from moshpit.identity.tickets import RunKey
+from moshpit.runtime.jobs import Averaging
+from moshpit.tensors.codecs import Float32, codec_named
+from moshpit.tensors.layout import ChunkPlan
+from moshpit.tensors.store import RoundStore
 from moshpit.types import Address
 
 LONG_S = 60.0
@@ -92,3 +96,24 @@ def test_after_a_time_out_the_tensors_are_free_again(pair, name: str) -> None:
     (means, _), *_ = together(lambda: second.average([other]))
     assert torch.equal(means[0], torch.full((100_000,), 2.5))
     assert torch.equal(value, torch.full((100_000,), 100.0))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_is_still_served_is_not_what_was_given_out(in_place: bool) -> None:
+    """A groupmate that is slow can still ask for results after the caller has changed its own."""
+    vector = torch.full((100,), 1.0)
+    plan = ChunkPlan(100, 50)
+    job = Averaging(vector, plan, codec_named("float32"), in_place=in_place, lent=True)
+    store = RoundStore(vector, vector if in_place else torch.empty(100), plan, Float32())
+    job.stores.append(store)
+    for chunk in range(plan.chunks):
+        store.accumulate_own(chunk, 1.0)
+        store.finalize(chunk, 1.0)
+    store.finish()
+    job.current = store.result
+    job.give_back(ended=True)
+    assert (job.current.data_ptr() == vector.data_ptr()) == in_place
+    job.current.zero_()
+    vector.zero_()
+    _, payload = store.result_payload(1)
+    assert torch.equal(Float32().decode(payload), torch.ones(50))

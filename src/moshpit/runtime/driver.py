@@ -274,7 +274,7 @@ class Driver:
 
     async def abandon(self, job: Averaging) -> None:
         """Nobody waits for this averaging any more, and its vectors are wanted back."""
-        job.give_back()
+        job.give_back(ended=job.done())
 
     # --- the node -------------------------------------------------------------------------
 

@@ -147,12 +147,17 @@ class Averaging:
                 if not seats & mine or chunk in missing
             )
 
-    def give_back(self) -> None:
+    def give_back(self, *, ended: bool) -> None:
         """The caller wants the vectors back: what others may still ask for is copied. In the
-        network thread."""
+        network thread.
+
+        Args:
+            ended: `current` is the result, and the caller's; otherwise the averaging goes on, with
+                the copies.
+        """
         for store in self.stores:
-            store.move_out(ended=self.done())
-        if not self.done():
+            store.move_out(ended=ended)
+        if not ended:
             self.current = self.stores[-1].result if self.stores else self.current.clone()
 
     def finish(self, report: EpochReport) -> None:

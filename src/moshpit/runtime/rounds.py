@@ -127,7 +127,7 @@ class Rounds:
         """Some groupmates are slower: what they may ask for is copied, the vectors are free."""
         if self._ended is not None and self._ended[0] is job:
             self._buffers.clear()  # the copies need the room
-            job.give_back()
+            job.give_back(ended=True)
             self._give_out()
 
     def _give_out(self) -> None:
