@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 # On a busy machine anything may be slow, and that says nothing about the code under test.
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
-settings.register_profile("test", parent=PATIENT, max_examples=150, derandomize=True, database=None)
+settings.register_profile("test", parent=PATIENT, max_examples=100, derandomize=True, database=None)
 settings.register_profile("soak", parent=PATIENT, max_examples=3000, print_blob=True)
 
 

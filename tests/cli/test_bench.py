@@ -432,7 +432,9 @@ def test_a_small_run_on_unequal_links(tmp_path: Path) -> None:
 @pytest.mark.root
 @pytest.mark.usefixtures("links_work")
 @pytest.mark.timeout(2 * PATIENCE_S)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)]
+)
 def test_a_run_that_is_stopped_deletes_its_links_and_processes(number: signal.Signals) -> None:
     args = ["--peers", "2", "--mb", "64", "--link-mbit", "1"]  # would take a quarter of an hour
     with subprocess.Popen([*MOSHPIT, "bench", "averaging", *args]) as run:

@@ -140,8 +140,8 @@ LONG = pytest.mark.soak
 @pytest.mark.parametrize(
     "strategy",
     [
-        "gradients",
         "diloco",
+        pytest.param("gradients", marks=LONG),
         pytest.param("local", marks=LONG),
         pytest.param("local-overlap", marks=LONG),
     ],
