@@ -15,7 +15,8 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Final
 
-from moshpit.protocol.machine import SendContribution, SendResult
+from moshpit.protocol.machine import SendContribution
+from moshpit.runtime.filling import Shipment
 from moshpit.runtime.jobs import Averaging
 from moshpit.tensors.codecs import Codec
 from moshpit.tensors.store import RoundStore
@@ -23,7 +24,6 @@ from moshpit.transport.base import Transport
 from moshpit.types import GroupId, PeerId
 from moshpit.wire.framing import ChunkHeader, ChunkKind
 
-Payload = SendContribution | SendResult
 _AGAIN: Final = -1  # before all else
 
 
@@ -56,14 +56,14 @@ class Outbox:
     def __init__(self, transport: Transport, live: dict[GroupId, LiveRound]) -> None:
         self._transport = transport
         self._live = live
-        self._queues: dict[PeerId, list[tuple[int, int, Payload]]] = {}  # heaps
+        self._queues: dict[PeerId, list[tuple[int, int, Shipment]]] = {}  # heaps
         self._counter = count()
-        self._sent: dict[PeerId, list[Payload]] = {}
+        self._sent: dict[PeerId, list[Shipment]] = {}
         self._full: set[PeerId] = set()  # links that will say when they take more
-        self._ready: dict[PeerId, tuple[Payload, Codec, memoryview]] = {}  # encoded, not taken
+        self._ready: dict[PeerId, tuple[Shipment, Codec, memoryview]] = {}  # encoded, not taken
         self.bytes_sent = 0
 
-    def put(self, peer: PeerId, payload: Payload) -> None:
+    def put(self, peer: PeerId, payload: Shipment) -> None:
         """Send a chunk when the link takes it."""
         live = self._live.get(payload.group)
         if live is None:
@@ -87,7 +87,7 @@ class Outbox:
                     return
                 self._sent.setdefault(peer, []).append(item)
 
-    def _enqueue(self, peer: PeerId, rank: int, payload: Payload) -> None:
+    def _enqueue(self, peer: PeerId, rank: int, payload: Shipment) -> None:
         heappush(self._queues.setdefault(peer, []), (rank, next(self._counter), payload))
 
     def cancel(self, peer: PeerId, group: GroupId) -> None:
@@ -117,7 +117,7 @@ class Outbox:
         for peer, sent in self._sent.items():
             self._sent[peer] = [item for item in sent if item.group != group]
 
-    def _send(self, live: LiveRound, item: Payload) -> bool:
+    def _send(self, live: LiveRound, item: Shipment) -> bool:
         if isinstance(item, SendContribution):
             kind, seats, reach = ChunkKind.CONTRIBUTION, 0, 0
         else:
@@ -145,7 +145,7 @@ class Outbox:
         self.bytes_sent += len(payload)
         return True
 
-    def _encoded(self, live: LiveRound, item: Payload) -> tuple[Codec, memoryview] | None:
+    def _encoded(self, live: LiveRound, item: Shipment) -> tuple[Codec, memoryview] | None:
         ready = self._ready.pop(item.peer, None)
         if ready is not None and ready[0] is item:
             return ready[1], ready[2]

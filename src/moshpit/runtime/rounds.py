@@ -162,38 +162,28 @@ class Rounds:
         """
         job, group, span = self._job, GroupId(formed.group), formed.key.span
         assert job is not None
-        encoding = job.encoding(formed, seat)
+        before, last = None, False
         if source is not None:
-            vector = self._live[source].store.result
-            store = RoundStore(
-                vector,
-                vector,
-                job.plan,
-                encoding,
-                self._buffers,
-                span=span,
-                exact=job.exact,
-            )
-            job.stores.append(store)
-            self._live[group] = LiveRound(store, job)
-            return
-        before = job.stores[-1] if job.stores else None
-        feedback = job.feedback if before is None else None
-        # The first round leaves the snapshot alone, unless it was given away.
-        fresh = before is None and not job.in_place
-        result = torch.empty_like(job.current) if fresh else job.current
+            local = result = self._live[source].store.result
+        else:
+            before = job.stores[-1] if job.stores else None
+            # The first round leaves the snapshot alone, unless it was given away.
+            fresh = before is None and not job.in_place
+            local = job.current
+            result = torch.empty_like(local) if fresh else local
+            last = not formed.next_path[seat] and formed.columns is None
         store = RoundStore(
-            job.current,
+            local,
             result,
             job.plan,
-            encoding,
+            job.encoding(formed, seat),
             self._buffers,
             before=before,
-            feedback=feedback,
+            span=span,
+            feedback=None if job.stores else job.feedback,
             exact=job.exact,
         )
         job.stores.append(store)
-        last = not formed.next_path[seat] and formed.columns is None
         self._live[group] = LiveRound(store, job, last)
         if last:
             job.landing = store.result

@@ -169,9 +169,7 @@ class RoundStore:
         more, because this peer has the result."""
         if self._gone or (self._in_place and chunk in self._have):
             return None
-        codec = (
-            _EXACT if self._plan.place(chunk) < self._exact else self._encoding.contribution(chunk)
-        )
+        codec = self._unless_exact(chunk, self._encoding.contribution(chunk))
         values = self._local(chunk)
         if self._feedback is not None:
             return codec, self._feedback.encode(codec, self._plan.slice(chunk), values)
@@ -190,6 +188,10 @@ class RoundStore:
         if payload is None:  # not kept: what was decoded encodes to the same bytes again
             payload = codec.encode(self._aside.get(chunk, self._result(chunk)))
         return codec, payload
+
+    def _unless_exact(self, chunk: int, codec: Codec) -> Codec:
+        """Return the codec, or float32 for the chunks at the beginning that must be exact."""
+        return _EXACT if self._plan.place(chunk) < self._exact else codec
 
     def _local(self, chunk: int) -> torch.Tensor:
         kept = self._aside.get(chunk) if self._in_place else None
@@ -288,9 +290,7 @@ class RoundStore:
         total.mean_into(place)
         self.reset(chunk)
         if self._encoding.result is not None:
-            self._came_in[chunk] = (
-                _EXACT if self._plan.place(chunk) < self._exact else self._encoding.result
-            )
+            self._came_in[chunk] = self._unless_exact(chunk, self._encoding.result)
         codec = self._came_in.get(chunk, _EXACT)
         if not codec.in_place:
             payload = codec.encode(place)
@@ -341,16 +341,11 @@ class RoundStore:
     def finish(self, missing: Collection[int] = (), later: Collection[int] = ()) -> None:
         """The round has ended: every chunk without a result, and those in ``missing``, keep the
         local value. For those in ``later``, `finish_chunk` will be called."""
-        for chunk in list(self._sums):
-            if chunk not in later:
-                self.reset(chunk)
         if not later:
             self._feedback = None
-        if self._in_place:
-            return
         for chunk in range(self._plan.chunks):
-            if chunk not in later and (chunk not in self._have or chunk in missing):
-                self._result(chunk).copy_(self._local(chunk))
+            if chunk not in later:
+                self.finish_chunk(chunk, missing=chunk in missing)
 
     def finish_chunk(self, chunk: int, *, missing: bool) -> None:
         """Do for one chunk what `finish` does."""
