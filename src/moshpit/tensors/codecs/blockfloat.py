@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from moshpit.tensors.codecs import blocks
-from moshpit.tensors.codecs.base import Payload, as_tensor, check_fit, new_payload
+from moshpit.tensors.codecs.base import Payload, as_tensor, new_payload
 from moshpit.tensors.codecs.scratch import scratch
 from moshpit.tensors.reduce import is_finite
 
@@ -29,7 +29,7 @@ _INVERSE = 254 + _SHIFT  # the biased exponents of a number and of one over it a
 _NOT_FINITE = 255
 
 
-class BlockFloat:
+class BlockFloat(blocks.ByteLevels):
     """Block floating point: the exponents, a byte each, then a byte a number (implements
     `base.Codec`).
 
@@ -50,9 +50,9 @@ class BlockFloat:
     refuses_nonfinite = True
 
     def __init__(self, number: int, name: str, block: int) -> None:
+        super().__init__(block)
         self.number = number
         self.name = name
-        self._block = block
 
     @property
     def result_codec(self) -> BlockFloat:
@@ -72,23 +72,6 @@ class BlockFloat:
             inverses = _write_exponents(peaks, exponents)
             levels.copy_(blocks.levels(source.detach(), inverses, self._block, _TOP))
         return payload
-
-    def decode(self, payload: Payload) -> torch.Tensor:
-        """Return the numbers, shape (n,)."""
-        steps, levels = self._read(payload)
-        numbers = torch.empty(levels.numel())
-        self._fill(numbers, steps, levels)
-        return numbers
-
-    def decode_into(self, payload: Payload, destination: torch.Tensor) -> None:
-        """Decode into a tensor of shape (n,)."""
-        steps, levels = self._read(payload)
-        check_fit(levels.numel(), destination)
-        self._fill(destination, steps, levels)
-
-    def _fill(self, numbers: torch.Tensor, steps: torch.Tensor, levels: torch.Tensor) -> None:
-        numbers.copy_(levels)
-        blocks.multiply(numbers, steps, self._block, numbers)
 
     def _read(self, payload: Payload) -> tuple[torch.Tensor, torch.Tensor]:
         memory = as_tensor(payload)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 
+from moshpit.tensors.codecs.base import Payload, check_fit
 from moshpit.tensors.codecs.scratch import scratch
 
 _WIDE = 32  # measured, benchmarks/codecs.py: below it, torch's maximum over short rows is slow
@@ -71,3 +74,31 @@ def levels(source: torch.Tensor, inverses: torch.Tensor, block: int, most: int) 
     rounded = scratch("numbers", source.numel())
     multiply(source, inverses, block, rounded)
     return rounded.round_().clamp_(-most, most)
+
+
+class ByteLevels(ABC):
+    """How codecs decode whose payload is a step for each block and a byte for each number."""
+
+    def __init__(self, block: int) -> None:
+        self._block = block
+
+    @abstractmethod
+    def _read(self, payload: Payload) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the steps, shape (blocks,), and levels, shape (n,); raises `ValueError`."""
+
+    def decode(self, payload: Payload) -> torch.Tensor:
+        """Return the numbers, shape (n,)."""
+        steps, levels = self._read(payload)
+        numbers = torch.empty(levels.numel())
+        self._fill(numbers, steps, levels)
+        return numbers
+
+    def decode_into(self, payload: Payload, destination: torch.Tensor) -> None:
+        """Decode into a tensor of shape (n,)."""
+        steps, levels = self._read(payload)
+        check_fit(levels.numel(), destination)
+        self._fill(destination, steps, levels)
+
+    def _fill(self, numbers: torch.Tensor, steps: torch.Tensor, levels: torch.Tensor) -> None:
+        numbers.copy_(levels)
+        multiply(numbers, steps, self._block, numbers)

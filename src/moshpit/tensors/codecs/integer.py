@@ -33,7 +33,7 @@ _STEP_MIN = 2.0**-126  # the smallest with all its bits
 _COUNT_BYTES = 4
 
 
-class Int8:
+class Int8(blocks.ByteLevels):
     """Blockwise int8: the steps as bfloat16, then a byte a number (implements `base.Codec`).
 
     Args:
@@ -53,8 +53,8 @@ class Int8:
     refuses_nonfinite = True
 
     def __init__(self, number: int, block: int = 64) -> None:
+        super().__init__(block)
         self.number = number
-        self._block = block
         self._steps = _Steps(127, 128)
 
     @property
@@ -74,23 +74,6 @@ class Int8:
             inverses = self._steps.write(blocks.peaks(source.detach(), self._block), steps)
             levels.copy_(blocks.levels(source.detach(), inverses, self._block, 127))
         return payload
-
-    def decode(self, payload: Payload) -> torch.Tensor:
-        """Return the numbers, shape (n,)."""
-        steps, levels = self._read(payload)
-        numbers = torch.empty(levels.numel())
-        self._fill(numbers, steps, levels)
-        return numbers
-
-    def decode_into(self, payload: Payload, destination: torch.Tensor) -> None:
-        """Decode into a tensor of shape (n,)."""
-        steps, levels = self._read(payload)
-        check_fit(levels.numel(), destination)
-        self._fill(destination, steps, levels)
-
-    def _fill(self, numbers: torch.Tensor, steps: torch.Tensor, levels: torch.Tensor) -> None:
-        numbers.copy_(levels)
-        blocks.multiply(numbers, steps, self._block, numbers)
 
     def _read(self, payload: Payload) -> tuple[torch.Tensor, torch.Tensor]:
         memory = as_tensor(payload)
