@@ -28,7 +28,8 @@ from moshpit.identity.tickets import RunKey, Ticket
 from moshpit.transport.conformance import Recorder
 from moshpit.transport.tcp import TcpTransport
 from moshpit.types import Address, PeerId, short
-from moshpit.wire.messages import AnyMessage, DialBack, DialBackReply, DialResult, Echo, EchoReply
+from moshpit.wire.help import DialBack, DialBackReply, DialResult, Echo, EchoReply
+from moshpit.wire.messages import AnyMessage
 
 from .conftest import Moshpit
 

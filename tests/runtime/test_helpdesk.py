@@ -15,14 +15,7 @@ from moshpit.runtime import helpdesk
 from moshpit.runtime.helpdesk import HelpDesk
 from moshpit.transport.conformance import Bench, Party
 from moshpit.types import PeerId
-from moshpit.wire.messages import (
-    DialBack,
-    DialBackReply,
-    DialResult,
-    Echo,
-    EchoReply,
-    HelpMessage,
-)
+from moshpit.wire.help import DialBack, DialBackReply, DialResult, Echo, EchoReply, HelpMessage
 from tests.transport.benches import MemoryBench, TcpBench, run
 
 WALL = 1_790_000_000.0

@@ -14,7 +14,7 @@ from benchmarks.longlink import VARIANTS, allowed, measure
 from moshpit.transport.bulk import MAGIC
 from moshpit.transport.conformance import Party, make_chunk
 from moshpit.transport.pair import STRIPES_LIMIT, BulkPair
-from moshpit.wire.messages import BulkAsk, BulkOffer, BulkRefused
+from moshpit.wire.links import BulkAsk, BulkOffer, BulkRefused
 from tests.real.relay import Link, long_link, unable
 from tests.transport.benches import QUICK, TcpBench, run
 

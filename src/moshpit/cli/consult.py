@@ -32,15 +32,8 @@ from moshpit.runtime.record import advertised
 from moshpit.transport.base import MessagesOnly
 from moshpit.transport.tcp import TcpTransport
 from moshpit.types import Address, PeerId, short
-from moshpit.wire.messages import (
-    Admission,
-    AnyMessage,
-    DialBack,
-    DialBackReply,
-    DialResult,
-    Echo,
-    EchoReply,
-)
+from moshpit.wire.help import DialBack, DialBackReply, DialResult, Echo, EchoReply
+from moshpit.wire.messages import Admission, AnyMessage
 
 ECHOES = 8  # guess: the one with the least round trip says most about the clock
 MEASURE_S = 0.5  # for each direction

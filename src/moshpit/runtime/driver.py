@@ -51,7 +51,8 @@ from moshpit.tensors.layout import ChunkPlan
 from moshpit.transport.base import Transport
 from moshpit.types import Address, PeerId, Role
 from moshpit.wire.framing import ChunkHeader, ChunkKind
-from moshpit.wire.messages import HELP_MESSAGES, Admission, AnyMessage, PeerRecord
+from moshpit.wire.help import HELP_MESSAGES
+from moshpit.wire.messages import Admission, AnyMessage, PeerRecord
 from moshpit.wire.transfer import STATE_MESSAGES
 
 CONTACT_RETRY_S = 3.0  # guess: how often the ticket's addresses are tried while alone

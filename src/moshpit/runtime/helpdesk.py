@@ -26,14 +26,7 @@ from moshpit.events import Notice
 from moshpit.transport.base import Transport
 from moshpit.transport.notices import NoticeLimiter
 from moshpit.types import Address, PeerId
-from moshpit.wire.messages import (
-    DialBack,
-    DialBackReply,
-    DialResult,
-    Echo,
-    EchoReply,
-    HelpMessage,
-)
+from moshpit.wire.help import DialBack, DialBackReply, DialResult, Echo, EchoReply, HelpMessage
 
 PADDING_BYTES_MAX: Final = 256 * 1024  # guess: a quarter of a control frame, each way
 ECHO_BYTES_MIN: Final = 4096  # guess: what an echo costs at least, for the work that it makes

@@ -29,7 +29,7 @@ from moshpit.errors import HandshakeError, RemoteError, SealError, WireError
 from moshpit.transport.sockets import keep_queue_short
 from moshpit.types import PeerId, short
 from moshpit.wire.framing import HEADER_BYTES, TAG_BYTES, ChunkHeader
-from moshpit.wire.messages import BulkOffer
+from moshpit.wire.links import BulkOffer
 
 MAGIC: Final = b"MPB1"
 TOKEN_BYTES: Final = 32

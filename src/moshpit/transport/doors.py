@@ -31,7 +31,7 @@ from moshpit.transport.sockets import connect_any, tune
 from moshpit.transport.state import PeerState
 from moshpit.types import Address, PeerId, short
 from moshpit.wire.framing import encode_message
-from moshpit.wire.messages import LinkProbe
+from moshpit.wire.links import LinkProbe
 
 CLOSE_S: Final = 1.0  # guess: how long a connection may take to close politely
 PROBE_S: Final = 1.0  # guess: how soon a living connection answers a probe

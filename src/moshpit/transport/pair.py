@@ -27,7 +27,7 @@ from moshpit.transport.sockets import congestion, set_congestion
 from moshpit.transport.stripes import PairContext, Stripe
 from moshpit.types import Address, PeerId, short
 from moshpit.wire.framing import ChunkHeader
-from moshpit.wire.messages import BulkAsk, BulkOffer, BulkRefused, LinkProbe
+from moshpit.wire.links import BulkAsk, BulkOffer, BulkRefused, LinkProbe
 
 FAULTS_MAX: Final = 3  # guess: faults in a row, without a good chunk between, that end a peer
 STRIPES_LIMIT: Final = 64  # guess: what another peer may open, whatever this one's own settings

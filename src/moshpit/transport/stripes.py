@@ -21,7 +21,8 @@ from moshpit.transport.base import CODEC_SLACK_BYTES, Flow, Handler, LinkStats
 from moshpit.transport.bulk import BulkEvents, BulkKeys, BulkLink, admit, knock, read_token
 from moshpit.transport.sockets import TcpInfo, connect_any, same_machine, tcp_info, tune
 from moshpit.types import Address, PeerId, short
-from moshpit.wire.messages import BulkAsk, BulkOffer, BulkRefused, Message
+from moshpit.wire.links import BulkAsk, BulkOffer, BulkRefused
+from moshpit.wire.messages import Message
 
 USED_TOKENS_KEPT: Final = 256  # guess: so that a reuse is named as one
 OPENINGS_MAX: Final = 2  # guess: a control connection that changes can lose one offer

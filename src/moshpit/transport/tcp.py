@@ -38,15 +38,8 @@ from moshpit.transport.state import PeerState
 from moshpit.transport.stripes import PairContext
 from moshpit.types import Address, PeerId, RunId, short
 from moshpit.wire.framing import ChunkHeader, decode_message, encode_message
-from moshpit.wire.messages import (
-    Admission,
-    BulkAsk,
-    BulkOffer,
-    BulkRefused,
-    LinkClose,
-    LinkProbe,
-    Message,
-)
+from moshpit.wire.links import BulkAsk, BulkOffer, BulkRefused, LinkClose, LinkProbe
+from moshpit.wire.messages import Admission, Message
 
 T = TypeVar("T")
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import msgspec
 
 from moshpit.wire.base import Message
+from moshpit.wire.help import HelpMessage
+from moshpit.wire.links import LinkMessage
 from moshpit.wire.shown import Shown
 from moshpit.wire.transfer import StateMessage
 
@@ -341,127 +343,17 @@ class Refusal(Message, frozen=True, tag=28):
     detail: str
 
 
-class BulkOffer(Message, frozen=True, tag=30):
-    """Keys for a bulk connection that I am about to dial to you (design §4).
-
-    Handled by the transport, never seen by machines.
-    """
-
-    token: bytes
-    """32 random bytes that open the connection, once."""
-    key_out: bytes
-    """The key by which I seal what I send on it."""
-    key_in: bytes
-    """The key by which you seal what you send on it."""
-    sealed: bool
-    stripe: int = 0
-    """Which of our parallel bulk connections; 0 is the first."""
-
-
-class BulkAsk(Message, frozen=True, tag=31):
-    """Please offer me a bulk connection and dial it. Transport only, like the next three."""
-
-    last: bytes
-    """The token of the last offer that I have had from you; empty: none."""
-    reversed: bool
-    """It would be my turn to dial, but I cannot reach you."""
-    stripe: int = 0
-
-
-class BulkRefused(Message, frozen=True, tag=32):
-    """No bulk connection can be had between us, and why."""
-
-    reason: str
-    stripe: int = 0
-
-
-class LinkProbe(Message, frozen=True, tag=33):
-    """Is this connection alive? Sent back with ``reply`` True."""
-
-    reply: bool
-
-
-class LinkClose(Message, frozen=True, tag=34):
-    """I close this connection on purpose. ``idle``: dial again when you need me."""
-
-    reason: str
-
-
-# --- help between two peers ---------------------------------------------------------------
-# Asked by `moshpit doctor`, answered by the runtime's help desk, never seen by machines.
-
-
-class Echo(Message, frozen=True, tag=40):
-    """What time is it there, and how fast is this link? Answered by `EchoReply`."""
-
-    seq: int
-    sent_at: float
-    """The sender's wall clock, Unix seconds."""
-    reply_bytes: int
-    """How many bytes of padding the answer is to carry."""
-    padding: bytes = b""
-    """Not looked at; what is measured is how long it takes."""
-
-
-class EchoReply(Message, frozen=True, tag=41):
-    """The answer to `Echo`."""
-
-    seq: int
-    sent_at: float
-    """As in the question."""
-    wall: float
-    """The answerer's wall clock, Unix seconds."""
-    padding: bytes = b""
-
-
-class DialBack(Message, frozen=True, tag=42):
-    """Can you reach me at these addresses? Answered by `DialBackReply`.
-
-    Only the host that the asker's own connection comes from is dialled; an empty host means
-    that one, for askers that do not know how they look from outside.
-    """
-
-    seq: int
-    addresses: tuple[tuple[str, int], ...]
-
-
-class DialResult(msgspec.Struct, frozen=True, array_like=True):
-    """What came of dialling one address."""
-
-    host: str
-    """The host that was dialled; for an empty one, that of the asker's connection."""
-    port: int
-    outcome: str
-    """``reached``, ``refused``, ``unreachable``, ``no-handshake``, or ``foreign``: not dialled,
-    because the asker's connection comes from elsewhere."""
-    detail: str = ""
-
-
-class DialBackReply(Message, frozen=True, tag=43):
-    """The answer to `DialBack`."""
-
-    seq: int
-    seen: str
-    """The host that the asker's connection comes from; empty if it cannot be told."""
-    results: tuple[DialResult, ...]
-    """In the order of the question; empty if the answerer has been asked too often."""
-
-
 AnyMessage = (
     Ping | Ack | PingReq | News | Digest | Difference | ViewAsk | Goodbye
     | Join | JoinAck | JoinRefused | Redirect | Unjoin | Call | CallReply | GroupFormed
     | Beat | GroupAsk | Takeover | Held | Redo | Want | MemberDone | RoundOver | Refusal
-    | BulkOffer | BulkAsk | BulkRefused | LinkProbe | LinkClose
-    | Echo | EchoReply | DialBack | DialBackReply
-    | StateMessage
+    | LinkMessage | HelpMessage | StateMessage
 )  # fmt: skip
 
 MEMBERSHIP_MESSAGES = (Ping, Ack, PingReq, News, Digest, Difference, ViewAsk, Goodbye)
 MATCHMAKING_MESSAGES = (
     Join, JoinAck, JoinRefused, Redirect, Unjoin, Call, CallReply, GroupFormed
 )  # fmt: skip
-HELP_MESSAGES = (Echo, EchoReply, DialBack, DialBackReply)
-HelpMessage = Echo | EchoReply | DialBack | DialBackReply
 ROUND_MESSAGES = (Beat, Takeover, Held, Redo, Want, MemberDone, RoundOver, Refusal)
 RoundMessage = Beat | Takeover | Held | Redo | Want | MemberDone | RoundOver | Refusal
 
