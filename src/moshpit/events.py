@@ -60,6 +60,7 @@ class RoundReport(msgspec.Struct, frozen=True):
         blames: who was refused or left out, and why.
         meeting_s: seconds from asking for a group to having one.
         moving_s: seconds from having a group to having every chunk.
+        deadline_s: the longest that the group has promised this to take; 0: no group.
         bytes_sent, bytes_received: payload bytes of chunks.
         span: (): the round was about the whole vector; else about these chunks, from the
             first number up to the second. ``ledger``, ``masses`` and ``attempts`` begin at
@@ -85,6 +86,7 @@ class RoundReport(msgspec.Struct, frozen=True):
     bytes_received: int = 0
     span: tuple[int, ...] = ()
     reach: tuple[int, ...] = ()
+    deadline_s: float = 0.0
 
     @property
     def fallback(self) -> tuple[int, ...]:

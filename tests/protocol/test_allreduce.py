@@ -135,6 +135,7 @@ def test_a_round_without_faults() -> None:
         missing=(),
         attempts=(0, 0, 0),
         moving_s=0.2,
+        deadline_s=DEADLINE_S,
     )
     assert result(machine, B, 1) == [
         TakeResult(GROUP, 1),

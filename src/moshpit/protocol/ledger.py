@@ -106,6 +106,7 @@ class Ledger:
             moving_s=seconds,
             span=self._formed.key.span,
             reach=() if self._formed.columns is None else reach,
+            deadline_s=self._formed.deadline_s,
         )
 
     def _outcome(self, masks: Sequence[int]) -> Outcome:
