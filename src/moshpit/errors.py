@@ -78,3 +78,7 @@ class SealError(RemoteError):
 
 class UnreachableError(RemoteError):
     """A peer could not be dialled, or its connection was lost and did not come back."""
+
+
+class PeerLostError(RemoteError):
+    """A peer whose parcel was waited for is dead, or has left."""
