@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from random import Random
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ class Desk(MessagesOnly):
     def __init__(self, net: Net, transport: MemoryTransport) -> None:
         self.net, self.transport, self.peer = net, transport, transport.peer
         self.notices: list[Notice] = []
-        self.desk = StateDesk(transport, self.notices.append, PIECE)
+        self.desk = StateDesk(transport, self.notices.append, PIECE, Random(1))
         self.desk.epoch = lambda: 5
 
     @classmethod

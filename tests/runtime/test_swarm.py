@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ from moshpit.errors import LocalError, WaitTimeoutError
 from moshpit.events import Notice
 from moshpit.identity.tickets import RunKey
 from moshpit.runtime.jobs import Averaging
+from moshpit.runtime.told import NoticeLog
 from moshpit.tensors.layout import ChunkPlan
 from moshpit.types import short
 
@@ -49,12 +51,11 @@ def test_an_averaging_that_takes_too_long_says_that_it_goes_on() -> None:
 
 
 def test_a_latecomer_that_follows_in_steps_is_one_line(
-    swarms: list[moshpit.Swarm], caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    write = NoticeLog(itertools.count().__next__)
     with caplog.at_level(logging.INFO, "moshpit"):
         for epoch in (3, 5, 6):
-            swarms[0]._on_notice(
-                Notice("behind", None, f"swarm is at epoch {epoch}, this peer at 0")
-            )
+            write(Notice("behind", None, f"swarm is at epoch {epoch}, this peer at 0"))
     lines = [record.message for record in caplog.records if "behind" in record.message]
     assert lines == ["behind: swarm is at epoch 3, this peer at 0"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -102,6 +103,9 @@ class MemoryPeer:
     @property
     def averaging_due(self) -> bool:
         return self.swarm.due(self.index)
+
+    def clock(self) -> float:
+        return time.monotonic()
 
     def attach(
         self, schema: bytes, numel: int, samples_per_epoch: float, *, epoch: int = 0

@@ -11,11 +11,13 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from random import Random
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from moshpit.errors import ClosedError
+from moshpit.runtime.waiting import REAL_TIME, Waiting
 
 T = TypeVar("T")
 
@@ -32,10 +34,42 @@ def new_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
+class Bridge(Protocol):
+    """Where the network side of a peer lives, as the trainer's side sees it.
+
+    Attributes:
+        waiting: the clock of both sides, and how the trainer waits.
+        rng: what the network side draws from.
+    """
+
+    @property
+    def waiting(self) -> Waiting: ...
+    @property
+    def rng(self) -> Random: ...
+    @property
+    def running(self) -> bool:
+        """Whether it takes calls."""
+        ...
+
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a coroutine over there and wait for its result."""
+        ...
+
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """Run a function over there soon, without waiting."""
+        ...
+
+    def stop(self) -> None:
+        """End it. Idempotent."""
+        ...
+
+
 class NetworkThread:
     """Owns the thread and the loop in it. Made by `Swarm`, ended by `Swarm.close`."""
 
     def __init__(self, name: str) -> None:
+        self.waiting = REAL_TIME
+        self.rng = Random()
         self._loop = new_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._single = threading.Event()

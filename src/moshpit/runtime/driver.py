@@ -91,6 +91,7 @@ class Driver:
         config: settings.
         transport: started by `start`, closed by `close`.
         listeners: whom to tell.
+        rng: what its machines draw from.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Driver:
         transport: Transport,
         *,
         listeners: Listeners,
+        rng: Random | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._transport = transport
@@ -110,11 +112,12 @@ class Driver:
         self._role = Role(record.role)
         self._record = record
         self.node: Node
+        self._rng = rng if rng is not None else Random()
         self._started = False
         self.counters = Counters()
         self._rounds = Rounds(transport)
         self._desk = HelpDesk(transport, self._tell, dial_s=config.transport.dial_timeout_s)
-        self.states = StateDesk(transport, self._tell, config.transport.chunk_bytes)
+        self.states = StateDesk(transport, self._tell, config.transport.chunk_bytes, self._rng)
         self._link = LinkWatch(transport.flow, self._measured, given=record.up)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -146,7 +149,7 @@ class Driver:
         record = msgspec.structs.replace(
             self._record, addresses=tuple((a.host, a.port) for a in known)
         )
-        self.node = Node(self._signer, record, self._config, Random(), self._loop.time())
+        self.node = Node(self._signer, record, self._config, self._rng, self._loop.time())
         self.states.epoch = lambda: self.node.epoch
         self._started = True
         self._contacts = [c for c in contacts if c not in known]

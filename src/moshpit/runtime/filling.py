@@ -9,11 +9,11 @@ The two threads meet here: the trainer fills and waits, the network thread does 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 
 from moshpit.errors import LocalError
 from moshpit.protocol.machine import SendContribution, SendResult
+from moshpit.runtime.waiting import REAL_TIME, Waiting
 from moshpit.tensors.layout import ChunkPlan
 from moshpit.types import GroupId, PeerId
 
@@ -26,11 +26,12 @@ class Filling:
 
     Args:
         plan: how the vector is cut.
+        waiting: how the trainer waits.
     """
 
-    def __init__(self, plan: ChunkPlan) -> None:
+    def __init__(self, plan: ChunkPlan, waiting: Waiting = REAL_TIME) -> None:
         self._plan = plan
-        self._lock = threading.Condition()
+        self._lock = waiting.condition()
         # By place in the vector: what the trainer fills, and what it waits for.
         self._lacking = [0] * plan.chunks
         self._chunk_at = [0] * plan.chunks

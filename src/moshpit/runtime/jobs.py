@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import torch
@@ -11,6 +10,7 @@ from moshpit.errors import LocalError, MoshpitError, WaitTimeoutError
 from moshpit.events import EpochReport, RoundReport
 from moshpit.runtime.autocodec import AutoCodec
 from moshpit.runtime.filling import Filling
+from moshpit.runtime.waiting import REAL_TIME, Waiting
 from moshpit.tensors.codecs import Codec, ErrorFeedback
 from moshpit.tensors.layout import ChunkPlan
 from moshpit.tensors.store import Encoding, RoundStore
@@ -33,6 +33,7 @@ class Averaging:
         exact_head: so many numbers at the beginning must not lose anything to the codec.
         filled: the vector is not complete yet (`ready`); this is called, with the averaging,
             when the network thread has to look at what has come.
+        waiting: how the trainer waits.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class Averaging:
         feedback: ErrorFeedback | None = None,
         exact_head: int = 0,
         filled: Callable[[Averaging], None] | None = None,
+        waiting: Waiting = REAL_TIME,
     ) -> None:
         assert filled is None or not (in_place or lent), "the trainer writes to this vector"
         self.plan = plan
-        self.filling = Filling(plan) if filled is not None else None
+        self.filling = Filling(plan, waiting) if filled is not None else None
         self._filled = filled
         self.landing: torch.Tensor | None = None
         """Where the last round's means go, once that is under way; the network thread's but for
@@ -65,7 +67,7 @@ class Averaging:
         """The bytes of its rounds, in order; the network thread's."""
         self.first: RoundReport | None = None
         """Of the first round, until its losses are remembered."""
-        self._ended = threading.Event()
+        self._ended = waiting.event()
         self._report: EpochReport | None = None
         self._error: MoshpitError | None = None
 

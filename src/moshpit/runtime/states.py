@@ -5,15 +5,14 @@ The network's side is `moshpit.runtime.statesync`.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from moshpit.protocol.statesync import donors_in
-from moshpit.runtime.background import NetworkThread
+from moshpit.runtime.background import Bridge
 from moshpit.runtime.company import NUMEL_BYTES
+from moshpit.runtime.waiting import REAL_TIME, Waiting
 from moshpit.tensors.image import StateAssembler, StateImage
 from moshpit.types import PeerId
 
@@ -39,8 +38,8 @@ class FetchedState:
 class Fetching:
     """A state on its way. The network thread writes it, training waits for it."""
 
-    def __init__(self) -> None:
-        self._ended = threading.Event()
+    def __init__(self, waiting: Waiting = REAL_TIME) -> None:
+        self._ended = waiting.event()
         self._state: FetchedState | None = None
         self.reason = ""
         """Why there is none."""
@@ -74,7 +73,7 @@ class StateSync:
 
     def __init__(
         self,
-        thread: NetworkThread,
+        thread: Bridge,
         driver: Driver,
         me: PeerId,
         declare: Callable[[bytes, int], None],
@@ -94,7 +93,7 @@ class StateSync:
     def wanted_s(self) -> float:
         """For how many seconds somebody has been waiting for a snapshot; 0: nobody is."""
         since = self._desk.wanted_since
-        return 0.0 if since is None else max(1e-9, time.monotonic() - since)
+        return 0.0 if since is None else max(1e-9, self._thread.waiting.clock() - since)
 
     def able(self, able: bool) -> None:
         """Say whether this peer has a training that snapshots can be taken of."""
@@ -139,7 +138,7 @@ class StateSync:
             size_max: how many bytes it may have; so much memory is taken.
             numel, schema: as for `newest`.
         """
-        fetching = Fetching()
+        fetching = Fetching(self._thread.waiting)
 
         def begin() -> None:
             view = self._driver.node.view
@@ -148,6 +147,10 @@ class StateSync:
 
         self._thread.post(begin)
         return fetching
+
+    def pause(self, seconds: float) -> None:
+        """Let some time pass."""
+        self._thread.waiting.event().wait(seconds)
 
     def stop(self, fetching: Fetching) -> None:
         """Stop a fetch that is under way."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -116,10 +115,15 @@ class StateDesk:
         transport: by which messages and pieces go.
         tell: whom to tell what was refused.
         piece_bytes_max: the transport's limit for a chunk.
+        rng: what the machines draw from.
     """
 
     def __init__(
-        self, transport: Transport, tell: Callable[[Notice], None], piece_bytes_max: int
+        self,
+        transport: Transport,
+        tell: Callable[[Notice], None],
+        piece_bytes_max: int,
+        rng: Random,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._transport = transport
@@ -131,13 +135,13 @@ class StateDesk:
         self._queues: dict[PeerId, deque[bytes]] = {}
         self._taking: _Taking | None = None
         self._seq = itertools.count(1, 1000)
-        self._rng = Random()
+        self._rng = rng
         self._timer: asyncio.TimerHandle | None = None
         self._hashing: asyncio.Task[None] | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._closed = False
         self.wanted_since: float | None = None
-        """Since when somebody waits for a snapshot, `time.monotonic`; None: nobody does."""
+        """Since when somebody waits for a snapshot, by the loop's clock; None: nobody does."""
         self.epoch: Callable[[], int] = lambda: 0
         """Returns the epoch that this peer works on."""
 
@@ -333,7 +337,7 @@ class StateDesk:
                 case Emit(notice=notice):
                     self._tell(notice)
                 case WantSnapshot():
-                    self.wanted_since = time.monotonic()
+                    self.wanted_since = self._loop.time()
                 case SendPiece(peer=peer, piece=piece):
                     self._queues.setdefault(peer, deque()).append(piece)
                     self.pump(peer)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -17,12 +15,13 @@ from moshpit.errors import ClosedError, ConfigError, LocalError, WaitTimeoutErro
 from moshpit.events import EpochReport, Notice
 from moshpit.protocol.machine import Leave, Signer, View
 from moshpit.runtime.autocodec import codec_or_auto
-from moshpit.runtime.background import NetworkThread
+from moshpit.runtime.background import Bridge, NetworkThread
 from moshpit.runtime.company import NUMEL_BYTES, SwarmStats, all_attached, check_others
 from moshpit.runtime.driver import Driver, Listeners
 from moshpit.runtime.jobs import Averaging
 from moshpit.runtime.record import advertised, own_record
 from moshpit.runtime.states import StateSync
+from moshpit.runtime.told import NoticeLog
 from moshpit.tensors.codecs import ErrorFeedback
 from moshpit.tensors.layout import ChunkPlan, VectorLayout
 from moshpit.tensors.reduce import is_finite
@@ -30,16 +29,10 @@ from moshpit.transport.base import Transport
 from moshpit.types import Address, PeerId, Role, RunId, short
 from moshpit.wire.messages import Admission, PeerRecord
 
-log = logging.getLogger("moshpit")
-
 REPORT_INTERVAL_S = 0.5  # not sooner than anybody is told of it (ProgressConfig)
 REPORT_SHARE = 0.1  # guess: or when so much of an epoch was done since
 DEFAULT_CODEC = "float32"
 NAMED_MAX = 8  # guess: so many peers are named in a message
-BEHIND_LINE_S = 10.0  # guess: a latecomer follows the swarm in several steps; one line tells it
-_QUIET = frozenset(
-    {"peer-joined", "peer-left", "peer-suspected", "peer-back", "behind", "bulk-lost", "takeover"}
-)
 
 
 class Swarm:
@@ -65,6 +58,7 @@ class Swarm:
         contacts: Sequence[Address] = (),
         advertise: Sequence[Address] = (),
         bandwidth: float = 0.0,
+        bridge: Bridge | None = None,
     ) -> None:
         self.peer_id: PeerId = signer.peer
         self.run_id: RunId = signer.run
@@ -75,7 +69,6 @@ class Swarm:
         self._target = 0.0
         self._schema = b""
         self._reported = (0.0, 0.0)
-        self._behind_at = float("-inf")
         self._numel = 0
         self._plan: ChunkPlan | None = None
         self._last_flat: Averaging | None = None
@@ -83,12 +76,16 @@ class Swarm:
         self._closed = False
         self._close_lock = threading.Lock()
         self._owner = os.getpid()
-        self._listeners = Listeners([self._on_notice], self._on_due)
-        self._thread = NetworkThread(f"moshpit-{short(self.peer_id)}")
+        self._thread = bridge or NetworkThread(f"moshpit-{short(self.peer_id)}")
+        self.clock = self._thread.waiting.clock
+        self._listeners = Listeners([NoticeLog(self.clock)], self._on_due)
         record = own_record(signer.peer, role, (), admission, bandwidth)
 
         async def start() -> Driver:
-            driver = Driver(signer, record, config, transport, listeners=self._listeners)
+            driver = Driver(
+                signer, record, config, transport,
+                listeners=self._listeners, rng=self._thread.rng,
+            )  # fmt: skip
             try:
                 await driver.start(
                     contacts, lambda: tuple(advertise) or advertised(transport.addresses)
@@ -251,7 +248,14 @@ class Swarm:
         lent: bool = False,
     ) -> Averaging:
         assert self._plan is not None
-        job = Averaging(vector, self._plan, codec_or_auto(codec), in_place=in_place, lent=lent)
+        job = Averaging(
+            vector,
+            self._plan,
+            codec_or_auto(codec),
+            in_place=in_place,
+            lent=lent,
+            waiting=self._thread.waiting,
+        )
         self._begin(job, vector, weight, None, always_weighs=True)
         if not lent:
             self._last_flat = job
@@ -329,7 +333,7 @@ class Swarm:
             step_s: seconds per local step.
         """
         self._samples_due = 0 < self._target <= samples
-        now = time.monotonic()
+        now = self.clock()
         at, before = self._reported
         ahead = samples - before
         if (
@@ -394,6 +398,7 @@ class Swarm:
             feedback=feedback if weight > 0 else None,
             exact_head=exact_head,
             filled=self._filled if filling else None,
+            waiting=self._thread.waiting,
         )
         self._begin(job, vector, weight, self.epoch, always_weighs=False)
         return job
@@ -486,13 +491,3 @@ class Swarm:
 
     def _on_due(self, epoch: int) -> None:
         self._due_epoch = epoch
-
-    def _on_notice(self, notice: Notice) -> None:
-        level = logging.INFO if notice.code in _QUIET else logging.WARNING
-        if notice.code == "behind":
-            before, self._behind_at = self._behind_at, time.monotonic()
-            if self._behind_at - before < BEHIND_LINE_S:
-                level = logging.DEBUG
-        who = f" {short(notice.peer)}" if notice.peer is not None else ""
-        detail = f": {notice.detail}" if notice.detail else ""
-        log.log(level, "%s%s%s", notice.code, who, detail)

@@ -72,6 +72,11 @@ class Averager(Protocol):
         """Whether the swarm has met its target, or groupmates call; a cheap read."""
         ...
 
+    def clock(self) -> float:
+        """Return the swarm's time in seconds, for what measures or waits; only differences mean
+        anything."""
+        ...
+
     def attach(
         self, schema: bytes, numel: int, samples_per_epoch: float, *, epoch: int = 0
     ) -> object:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -113,7 +112,8 @@ class Optimizer(torch.optim.Optimizer):
         if batch_size is None:
             self._watcher = BatchWatcher((p.tensor for p in strategy.parameters()), model)
         self._exchange = Exchange(swarm, strategy)
-        strategy.connect(Handle(self._begin_early, self.flush, self._expected, self._note_wait))
+        handle = Handle(self._begin_early, self.flush, self._expected, swarm.clock, self._note_wait)
+        strategy.connect(handle)
         self._pending: tuple[Averaging, Snapshot] | None = None
         self._pace = Pace()
         self._standing = Standing(
@@ -259,7 +259,7 @@ class Optimizer(torch.optim.Optimizer):
             loss = self._strategy.local_step(closure, lambda: self._count(samples))
         else:
             self._skip_batch()
-        started = time.monotonic()
+        started = self._swarm.clock()
         done = self._strategy.samples - before
         self._stats = replace(self._stats, samples=self._stats.samples + done)
         self._pace.stepped(done, started)
@@ -283,7 +283,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self._checkpoint is not None:
             self._checkpoint.between_steps()
-        started = time.monotonic()
+        started = self._swarm.clock()
         try:
             self._come_in()
             self._attach()
@@ -307,7 +307,7 @@ class Optimizer(torch.optim.Optimizer):
     def flush(self) -> None:
         """Wait for the averaging under way and take its mean, if ``step()`` has begun one."""
         if self._pending is not None and self._strategy.filled:
-            started = time.monotonic()
+            started = self._swarm.clock()
             self._wait()
             self._note_wait(started)
 
@@ -371,7 +371,7 @@ class Optimizer(torch.optim.Optimizer):
         return float(self._watcher.seen)
 
     def _note_wait(self, started: float) -> float:
-        now = time.monotonic()
+        now = self._swarm.clock()
         self._waited_s += now - started
         self._longest_wait_s = max(self._longest_wait_s, now - started)
         return now
@@ -387,7 +387,7 @@ class Optimizer(torch.optim.Optimizer):
             return False
         came = False
         if self._standing.behind():
-            started = time.monotonic()
+            started = self._swarm.clock()
             self._epoch = max(self._epoch, self._swarm.epoch + self._standing.offset)
             came = self._standing.catch_up(self._leave_if_asked)
             self._pace.resume(self._note_wait(started))

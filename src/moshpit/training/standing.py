@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Final, final
@@ -265,12 +264,14 @@ class Standing:
         self, seconds: float, leave_if_asked: Callable[[], None], listener: Listener | None
     ) -> None:
         """All who could give a state have no time, or are catching up themselves: let them."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        sync = self._sync
+        assert sync is not None, "who is behind can catch up"
+        end = self._swarm.clock() + seconds
+        while self._swarm.clock() < end:
             leave_if_asked()
             if listener is not None:
                 listener.look()
-            time.sleep(LISTEN_S)
+            sync.pause(LISTEN_S)
 
     def _restore(self, fetched: FetchedState) -> bool:
         try:

@@ -74,12 +74,14 @@ class Handle:
         begin: takes a snapshot and begins its averaging.
         flush: waits for the averaging under way, if it is complete, and takes its mean.
         expected: returns the samples that the next ``step()`` will count.
-        waited: notes that training has stood still since a time of `time.monotonic`.
+        clock: returns the swarm's time.
+        waited: notes that training has stood still since such a time.
     """
 
     begin: Callable[[], None]
     flush: Callable[[], None]
     expected: Callable[[], float]
+    clock: Callable[[], float]
     waited: Callable[[float], object]
 
 

@@ -16,7 +16,6 @@ vector, which every piece waits for: the fingerprint, and whether a gradient was
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
@@ -369,7 +368,7 @@ class OverlappedGradientAveraging(Strategy):
         wanted = [] if step is None else [n for n in numbers if n in step.todo]
         if step is None or not wanted:
             return
-        started = time.monotonic()
+        started = self._handle.clock() if self._handle is not None else 0.0
         self._judge(step)
         gradients: dict[torch.Tensor, torch.Tensor] = {}
         for number in wanted:

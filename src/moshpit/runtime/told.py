@@ -1,0 +1,40 @@
+"""What becomes of a peer's notices in its log: nobody needs to be there to read them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final, final
+
+from moshpit.events import Notice
+from moshpit.types import short
+
+log = logging.getLogger("moshpit")
+
+BEHIND_LINE_S: Final = 10.0  # guess: a latecomer follows in several steps; one line tells it
+_QUIET = frozenset(
+    {"peer-joined", "peer-left", "peer-suspected", "peer-back", "behind", "bulk-lost", "takeover"}
+)
+
+
+@final
+class NoticeLog:
+    """Writes notices into the log, each at its level.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._behind_at = float("-inf")
+
+    def __call__(self, notice: Notice) -> None:
+        level = logging.INFO if notice.code in _QUIET else logging.WARNING
+        if notice.code == "behind":
+            before, self._behind_at = self._behind_at, self._clock()
+            if self._behind_at - before < BEHIND_LINE_S:
+                level = logging.DEBUG
+        who = f" {short(notice.peer)}" if notice.peer is not None else ""
+        detail = f": {notice.detail}" if notice.detail else ""
+        log.log(level, "%s%s%s", notice.code, who, detail)
