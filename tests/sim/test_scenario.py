@@ -10,8 +10,8 @@ from moshpit.errors import ConfigError
 from moshpit.sim.scenario import load, parse, shipped
 
 SHIPPED = (
-    "calm", "churn", "corrupt", "crash", "loss", "nat", "partition", "pause", "restart", "slow",
-    "thousand",
+    "calm", "churn", "corrupt", "crash", "joiners", "loss", "nat", "partition", "pause", "restart",
+    "slow", "thousand",
 )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def test_what_is_wrong_is_refused_in_words(text: str, words: str) -> None:
 
 
 def test_what_cannot_be_found_is_refused_with_what_there_is() -> None:
-    with pytest.raises(ConfigError, match="crash, loss"):
+    with pytest.raises(ConfigError, match="crash, joiners, loss"):
         load("no-such-scenario")
 
 

@@ -14,7 +14,9 @@ import pytest
 from moshpit.sim.scenario import load
 from moshpit.sim.simulate import Result, run
 
-SMALL = ("crash", "restart", "churn", "pause", "partition", "slow", "nat", "loss", "corrupt")
+SMALL = (
+    "crash", "restart", "churn", "pause", "partition", "slow", "nat", "loss", "corrupt", "joiners",
+)  # fmt: skip
 
 
 def explain(result: Result) -> str:

@@ -494,6 +494,7 @@ class Node:
         soonest = sooner(self._membership.wakeup, self._matchmaker.wakeup)
         for running in self._rounds.all():
             soonest = sooner(soonest, running.machine.wakeup)
-        if self._averaging is None and self._due is None:
+        asks = self.view.me.schema or self._latest_progress  # else nobody looks at the progress
+        if asks and self._averaging is None and self._due is None:
             soonest = sooner(soonest, self._progress.wakeup)
         return soonest

@@ -12,12 +12,12 @@ that a check that never looked at anything is seen for what it is.
 - L1: rounds end by their deadline and are closed, joins are answered, averagings end.
 - L2: after the last fault one view, one epoch, no spread.
 - E: without faults every epoch ends at the exact weighted mean.
+- T: state transfer; see `moshpit.sim.statechecks`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
 from moshpit.config import SwarmConfig
 from moshpit.events import EpochReport, Outcome, Reach, RoundReport
@@ -31,7 +31,10 @@ from moshpit.protocol.machine import (
 )
 from moshpit.sim.process import Process
 from moshpit.sim.scenario import Checks
+from moshpit.sim.statechecks import NAME as TRANSFER
+from moshpit.sim.statechecks import StateChecks
 from moshpit.sim.store import Mean, Round
+from moshpit.sim.watch import EpochSeen, Verdict, Watch
 from moshpit.types import GroupId, PeerId, short
 from moshpit.wire.messages import GroupFormed, JoinAck, JoinRefused, Redirect, Refusal
 
@@ -41,51 +44,6 @@ _ANSWERS = (JoinAck, JoinRefused, Redirect, GroupFormed)
 _DATA_REASONS = frozenset(("non-finite", "wrong-size", "undecodable", "bad-mass"))
 
 
-@dataclass
-class Verdict:
-    """What became of one invariant."""
-
-    name: str
-    checked: int = 0
-    violations: int = 0
-    first: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether it held whenever it was looked at."""
-        return self.violations == 0
-
-
-@dataclass
-class _Epoch:
-    """What the peers brought to an epoch's averaging and took from it."""
-
-    weights: list[float] = field(default_factory=list[float])
-    values: list[list[float]] = field(default_factory=list[list[float]])
-    low: list[float] = field(default_factory=list[float])
-    high: list[float] = field(default_factory=list[float])
-    ended: int = 0
-    incomplete: int = 0
-
-    def spread(self) -> float:
-        """The widest difference between two peers, relative to the largest value."""
-        scale = max(map(abs, [*self.low, *self.high]), default=0.0)
-        width = max((h - low for low, h in zip(self.low, self.high, strict=True)), default=0.0)
-        return width / scale if scale else 0.0
-
-
-@dataclass
-class _Watch:
-    """What one process still owes."""
-
-    began: float | None = None
-    rounds: dict[GroupId, list[float]] = field(default_factory=dict[GroupId, list[float]])
-    """For each open round: by when it must end; once it has, by when it must be closed."""
-    ended: dict[GroupId, float] = field(default_factory=dict[GroupId, float])
-    broken: dict[GroupId, list[PeerId]] = field(default_factory=dict[GroupId, list[PeerId]])
-    """Who sent broken data in this round, in the order of arrival."""
-
-
 class Checkers:
     """All checks of one run.
 
@@ -93,19 +51,24 @@ class Checkers:
         checks: which, with their bounds.
         config: the settings of the peers.
         peers: how many peers a scenario without faults has.
+        transfer: whether peers that are behind fetch the state of others.
     """
 
-    def __init__(self, checks: Checks, config: SwarmConfig, peers: int) -> None:
+    def __init__(
+        self, checks: Checks, config: SwarmConfig, peers: int, *, transfer: bool = False
+    ) -> None:
         self._checks = checks
         self._round_config = config.round
         self._peers = peers
         self._groups: dict[GroupId, dict[int, Round]] = {}
         self._formed: dict[GroupId, GroupFormed] = {}
         self._values: dict[GroupId, dict[tuple[int, int], float]] = {}
-        self._epochs: dict[int, _Epoch] = {}
-        self._watches: dict[int, _Watch] = {}
+        self._epochs: dict[int, EpochSeen] = {}
+        self._watches: dict[int, Watch] = {}
         self._corrupt: dict[PeerId, None] = {}
         names = ("S1", "S2", "S4", "L1", *(("L2",) if checks.heals else ()))
+        names += (TRANSFER,) if transfer else ()
+        self.states = StateChecks(self) if transfer else None
         self.verdicts = {n: Verdict(n) for n in (*names, *(("E",) if checks.exact else ()))}
         self.outcomes = {outcome.value: 0 for outcome in Outcome}
         self.stale = 0
@@ -120,13 +83,14 @@ class Checkers:
             who = f" {process.name}" if process is not None else ""
             verdict.first = f"at {now:.3f} s{who}: {text}"
 
-    def _count(self, name: str) -> None:
+    def count(self, name: str) -> None:
+        """Note that an invariant was looked at."""
         self.verdicts[name].checked += 1
 
-    def _watch(self, process: Process) -> _Watch:
+    def _watch(self, process: Process) -> Watch:
         watch = self._watches.get(process.index)
         if watch is None:
-            watch = self._watches[process.index] = _Watch()
+            watch = self._watches[process.index] = Watch()
         return watch
 
     # --- faults that the checks must know of ----------------------------------------------
@@ -135,12 +99,23 @@ class Checkers:
         """From now on this peer may be blamed for its data."""
         self._corrupt[process.peer] = None
 
+    def is_corrupt(self, peer: PeerId) -> bool:
+        """Whether a peer's data may be broken."""
+        return peer in self._corrupt
+
     def died(self, process: Process) -> None:
         """A dead process owes nothing."""
         self._watches.pop(process.index, None)
+        self.excuse(process)
+
+    def excuse(self, process: Process) -> None:
+        """What befalls this process excuses it from what its own doing had promised."""
+        if self.states is not None:
+            self.states.excuse(process)
 
     def paused(self, process: Process, seconds: float) -> None:
         """A process that stood still has that much more time."""
+        self.excuse(process)
         watch = self._watch(process)
         if watch.began is not None:
             watch.began += seconds
@@ -154,7 +129,10 @@ class Checkers:
         group = GroupId(formed.group)
         self._groups.setdefault(group, {})[round_.seat] = round_
         self._formed[group] = formed
-        self._watch(process).rounds[group] = [now + formed.deadline_s + SLACK_S]
+        watch = self._watch(process)
+        watch.rounds[group] = [now + formed.deadline_s + SLACK_S]
+        if formed.key.axis == 0:
+            watch.weighed = formed.joins[round_.seat].weighs
         if formed.joins[round_.seat].peer != process.peer:
             self.fail("S1", now, process, f"sits in seat {round_.seat}, which is not its own")
 
@@ -170,7 +148,7 @@ class Checkers:
         self, now: float, process: Process, effect: AdoptResult, row: Round, column: Round
     ) -> None:
         """A held mean goes out: S1 for what the column, or nobody, has made of it."""
-        self._count("S1")
+        self.count("S1")
         chunk = effect.chunk
         label = f"group {short(effect.group)} chunk {chunk}"
         held = row.held.get(chunk)
@@ -202,7 +180,7 @@ class Checkers:
 
     def finalize(self, now: float, process: Process, effect: Finalize, round_: Round) -> None:
         """A reducer makes a mean: S1, before the store acts on it."""
-        self._count("S1")
+        self.count("S1")
         parts = round_.sums.get(effect.chunk, [])
         label = f"group {short(effect.group)} chunk {effect.chunk} ballot {effect.ballot}"
         mask = 0
@@ -234,7 +212,7 @@ class Checkers:
 
     def mean(self, now: float, process: Process, group: GroupId, chunk: int, mean: Mean) -> None:
         """A process holds a mean, made by it or received: S2."""
-        self._count("S2")
+        self.count("S2")
         values = self._values.setdefault(group, {})
         known = values.setdefault((chunk, mean.ballot), mean.value)
         if known != mean.value:
@@ -248,7 +226,7 @@ class Checkers:
         self, now: float, process: Process, report: RoundReport, round_: Round, absent: list[int]
     ) -> None:
         """A round is over: the report must say what the store holds."""
-        self._count("L1")
+        self.count("L1")
         self.outcomes[report.outcome.value] += 1
         label = f"group {short(report.group)}"
         if absent:
@@ -283,7 +261,7 @@ class Checkers:
     def _judge_blames(
         self, now: float, process: Process, report: RoundReport, broken: list[PeerId]
     ) -> None:
-        self._count("S4")
+        self.count("S4")
         for blame in report.blames:
             if blame.peer not in report.peers or not blame.reason:
                 self.fail("S4", now, process, f"a blame without a groupmate or a reason: {blame}")
@@ -325,7 +303,7 @@ class Checkers:
         """A chunk was judged; broken ones must not get into a sum."""
         if not event.fault and math.isfinite(event.header.mass):
             return
-        self._count("S4")
+        self.count("S4")
         if accumulated:
             self.fail("S1", now, process, f"accepts broken data from {short(event.peer)}")
         watch = self._watch(process)
@@ -337,7 +315,7 @@ class Checkers:
         self, now: float, process: Process, peer: PeerId, effects: list[Effect]
     ) -> None:
         """A join must be answered at once; its host may not be there later."""
-        self._count("L1")
+        self.count("L1")
         for effect in effects:
             if (
                 type(effect) is Send
@@ -349,7 +327,7 @@ class Checkers:
 
     def sent(self, now: float, process: Process, message: Refusal | JoinRefused) -> None:
         """A refusal must say why."""
-        self._count("S4")
+        self.count("S4")
         if not message.reason:
             self.fail("S4", now, process, f"a refusal without a reason: {message}")
 
@@ -361,7 +339,7 @@ class Checkers:
         """A process has handed in its snapshot."""
         self._watch(process).began = now
         if self._checks.exact:
-            seen = self._epochs.setdefault(epoch, _Epoch())
+            seen = self._epochs.setdefault(epoch, EpochSeen())
             seen.weights.append(event.weight)
             seen.values.append(list(values))
 
@@ -369,7 +347,7 @@ class Checkers:
         self, now: float, process: Process, report: EpochReport, values: list[float]
     ) -> None:
         """A process goes on to its next epoch."""
-        self._count("L1")
+        self.count("L1")
         watch = self._watch(process)
         if watch.began is None:
             self.fail("L1", now, process, "ended an averaging that it never began")
@@ -382,7 +360,10 @@ class Checkers:
         if report.stale:
             self.stale += 1
             return
-        seen = self._epochs.setdefault(report.epoch, _Epoch())
+        if self.states is not None:
+            self.states.averaged(now, process, report.epoch, weighed=watch.weighed)
+        watch.weighed = False
+        seen = self._epochs.setdefault(report.epoch, EpochSeen())
         seen.ended += 1
         seen.incomplete += report.outcome is not Outcome.COMPLETE
         if not seen.low:
@@ -393,8 +374,8 @@ class Checkers:
         if self._checks.exact and seen.ended == self._peers:
             self._judge_exact(now, report.epoch, seen)
 
-    def _judge_exact(self, now: float, epoch: int, seen: _Epoch) -> None:
-        self._count("E")
+    def _judge_exact(self, now: float, epoch: int, seen: EpochSeen) -> None:
+        self.count("E")
         if seen.incomplete:
             self.fail("E", now, None, f"epoch {epoch}: {seen.incomplete} peers were not complete")
         total = math.fsum(seen.weights)
@@ -423,6 +404,8 @@ class Checkers:
         """The run is over: what is still owed, and whether the swarm has healed."""
         for process in live:
             self._judge_debts(now, process)
+        if self.states is not None:
+            self.states.finish(now, live)
         if self._checks.exact:
             done = self.verdicts["E"].checked
             if done == 0:
@@ -431,7 +414,7 @@ class Checkers:
             if not finished:
                 self.fail("L1", now, None, "time limit: the epochs were not completed")
             return
-        self._count("L2")
+        self.count("L2")
         if not finished:
             ages = ", ".join(f"{p.name}: {p.node.epoch}" for p in live[:20])
             self.fail("L2", now, None, f"time limit: the epochs were not completed ({ages})")
@@ -441,7 +424,7 @@ class Checkers:
             self.fail("L2", now, None, f"live peers are at epochs {min(epochs)} to {max(epochs)}")
         last = max(self._epochs, default=0)
         for epoch in range(healed_epoch + self._checks.heal_epochs, last):
-            self._count("L2")
+            self.count("L2")
             if self.spread(epoch) > self._checks.spread_max:
                 self.fail(
                     "L2", now, None,

@@ -21,6 +21,7 @@ Before a driver reports a lost link it dials again, as `LinkDown` promises.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +31,7 @@ import msgspec
 
 from moshpit.protocol.machine import ChunkArrived, Event, LinkDown, LinkUp, Received
 from moshpit.sim.process import Host, Process
+from moshpit.sim.scenario import Wires
 from moshpit.sim.schedule import Schedule
 from moshpit.sim.store import Payload
 from moshpit.types import GroupId, PeerId
@@ -56,7 +58,13 @@ _encode = msgspec.msgpack.Encoder().encode_into
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """What the whole network has in common."""
+    """What the whole network has in common.
+
+    Example:
+        >>> wiring = Wiring.of(Wires(), dial_timeout_s=1.0, rng=random.Random(0))
+        >>> wiring.latency_s
+        ((0.001,),)
+    """
 
     latency_s: tuple[tuple[float, ...], ...]
     """One way, between regions."""
@@ -65,6 +73,24 @@ class Wiring:
     silence_s: float
     dial_timeout_s: float
     handshake_s: float
+
+    @classmethod
+    def of(cls, wires: Wires, *, dial_timeout_s: float, rng: random.Random) -> Wiring:
+        """Put the regions of a scenario somewhere."""
+        near, far = (ms / 1000.0 for ms in wires.latency_ms)
+        places = [(rng.random(), rng.random()) for _ in range(wires.regions)]
+        latency_s = tuple(
+            tuple(near + (far - near) * math.dist(a, b) / math.sqrt(2.0) for b in places)
+            for a in places
+        )
+        return cls(
+            latency_s,
+            wires.jitter_ms / 1000.0,
+            wires.loss,
+            wires.silence_s,
+            dial_timeout_s,
+            wires.handshake_ms / 1000.0,
+        )
 
 
 class Link:

@@ -7,11 +7,14 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from moshpit.protocol.machine import Effect, Event, View
+from moshpit.sim.signer import SIM_ADMISSION
 from moshpit.sim.store import Payload, Store
 from moshpit.types import PeerId, Role
+from moshpit.wire.messages import PeerRecord
 
 if TYPE_CHECKING:
     from moshpit.sim.network import Bulk, Link
+    from moshpit.sim.states import Desk
     from moshpit.sim.trainer import Trainer
 
 
@@ -25,6 +28,7 @@ class NodeMachine(Protocol):
     @property
     def epoch(self) -> int: ...
     def handle(self, event: Event, now: float) -> list[Effect]: ...
+    def attach(self, schema: bytes, target: float, now: float, epoch: int) -> list[Effect]: ...
 
 
 class Host:
@@ -75,8 +79,9 @@ class Process:
     """One life of one peer; a restart makes a new one."""
 
     __slots__ = (
-        "alive", "born", "clock", "corrupt", "died", "host", "inbox", "index", "leaving", "links",
-        "name", "node", "offset", "paused", "peer", "role", "store", "timer", "traffic", "trainer",
+        "alive", "born", "clock", "corrupt", "desk", "died", "host", "inbox", "index", "leaving",
+        "links", "name", "node", "offset", "paused", "peer", "role", "store", "timer", "traffic",
+        "trainer",
     )  # fmt: skip
 
     node: NodeMachine
@@ -105,7 +110,32 @@ class Process:
         self.corrupt = ""
         """How the contributions that it sends are broken; empty: they are sound."""
         self.store = Store()
+        self.desk: Desk | None = None
+        """Its state transfer, where the scenario has any."""
         self.traffic = Traffic()
+
+
+def first_record(process: Process, schema: bytes, port: int) -> PeerRecord:
+    """Return what a process says of itself when it starts."""
+    host = process.host
+    return PeerRecord(
+        peer=process.peer,
+        incarnation=1,
+        version=1,
+        role=process.role.value,
+        addresses=() if host.nat else ((f"h{host.index}", port),),
+        via=(),
+        up=host.up,
+        down=host.down,
+        schema=schema if process.role.trains else b"",
+        epoch=0,
+        samples=0.0,
+        rate=0.0,
+        group_key=(),
+        step_s=0.0,
+        left=False,
+        admission=SIM_ADMISSION,
+    )
 
 
 def peer_id(seed: int, number: int) -> PeerId:

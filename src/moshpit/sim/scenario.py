@@ -127,6 +127,16 @@ class Churn(_Table, frozen=True):
             _require(0 <= getattr(self, name) <= 1, f"{name}: 0 to 1")
 
 
+class Transfer(_Table, frozen=True):
+    """Peers that are behind fetch the state of others, instead of taking the next mean."""
+
+    state_bytes: int = 12_000_000
+    """Of the parameters and what an optimizer keeps of them."""
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.state_bytes <= 1 << 40, "state_bytes: 1 to 2**40")
+
+
 FaultKind = Literal[
     "crash", "restart", "pause", "slow", "partition", "bandwidth", "loss", "corrupt", "leave",
     "join",
@@ -213,6 +223,7 @@ class Scenario(_Table, frozen=True):
     work: Work = Work()
     network: Wires = Wires()
     churn: Churn | None = None
+    transfer: Transfer | None = None
     faults: tuple[Fault, ...] = ()
     checks: Checks = Checks()
     settings: dict[str, dict[str, float | int | bool | str]] = {}
@@ -222,6 +233,10 @@ class Scenario(_Table, frozen=True):
         _require(
             not self.checks.exact or (not self.faults and self.churn is None),
             "checks.exact holds only without faults and churn",
+        )
+        _require(
+            self.transfer is None or self.work.mode == "train",
+            "transfer: without training nobody is ever behind",
         )
 
     def with_peers(self, peers: int | None) -> Scenario:

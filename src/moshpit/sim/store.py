@@ -6,6 +6,8 @@ went into a sum, so that a checker can compute the mean anew.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from moshpit.types import GroupId
 
 
@@ -35,7 +37,23 @@ class Mean:
         self.reach = reach
 
 
-Payload = Contribution | Mean
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One value of a peer's state, on its way to a joiner."""
+
+    index: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a state is made of: the names of its pieces, by index."""
+
+    epoch: int
+    names: tuple[bytes, ...]
+
+
+Payload = Contribution | Mean | Piece | Manifest
 
 
 class Round:

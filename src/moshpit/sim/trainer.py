@@ -26,6 +26,8 @@ class Phase(Enum):
     DUE = auto()
     """Asked for a snapshot; finishing its step."""
     AVERAGING = auto()
+    CATCHING_UP = auto()
+    """Fetching the state of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +52,15 @@ class Trainer:
         batch, step_s: samples of a step, and its length on an undisturbed machine; 0 samples:
             an aux peer, which only reduces.
         slowness: by how much its machine is slower at the moment.
+        between: called after every step; returns whether training stops there for now.
+
+    Attributes:
+        epoch: what the values are of.
     """
 
     __slots__ = (
-        "_batch", "_due_epoch", "_hand", "_job", "_life", "_reported", "_rng", "_schedule",
-        "_slowness", "_step_s", "phase", "samples", "values", "weight",
+        "_batch", "_between", "_due_epoch", "_hand", "_job", "_life", "_reported", "_rng",
+        "_schedule", "_slowness", "_step_s", "epoch", "phase", "samples", "values", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +73,7 @@ class Trainer:
         batch: float,
         step_s: float,
         slowness: Callable[[], float],
+        between: Callable[[], bool] = lambda: False,
     ) -> None:
         self._job = job
         self._schedule = schedule
@@ -75,6 +82,8 @@ class Trainer:
         self._batch = batch
         self._step_s = step_s
         self._slowness = slowness
+        self._between = between
+        self.epoch = 0
         self._life = 0
         self._reported = -1.0
         self._due_epoch: int | None = None
@@ -98,6 +107,12 @@ class Trainer:
         else:
             self.phase = Phase.IDLE
 
+    def catch_up(self) -> None:
+        """Stand by while the state of others is fetched."""
+        self._life += 1
+        self._due_epoch = None
+        self.phase = Phase.CATCHING_UP
+
     def rest(self) -> None:
         """Begin no epoch of its own any more; come to those of others when called."""
         self._life += 1
@@ -119,7 +134,7 @@ class Trainer:
 
     def due(self, epoch: int) -> None:
         """The node wants a snapshot of this epoch."""
-        if self.phase is Phase.AVERAGING:
+        if self.phase is Phase.AVERAGING or self.phase is Phase.CATCHING_UP:
             return
         self._due_epoch = epoch
         if self.phase is Phase.IDLE:
@@ -135,6 +150,8 @@ class Trainer:
         if life != self._life:
             return
         self.samples += self._batch
+        if self._between():
+            return
         if self.phase is Phase.DUE or self._job.average_only:
             self._snapshot()
             return

@@ -33,15 +33,16 @@ from moshpit.sim.checkers import Checkers
 from moshpit.sim.faults import Faults
 from moshpit.sim.network import Network, Wiring
 from moshpit.sim.payloads import Payloads
-from moshpit.sim.process import Host, NodeMachine, Process, peer_id
+from moshpit.sim.process import Host, NodeMachine, Process, first_record, peer_id
 from moshpit.sim.scenario import Scenario
 from moshpit.sim.schedule import Schedule
-from moshpit.sim.signer import SIM_ADMISSION, SimSigner
+from moshpit.sim.signer import SimSigner
+from moshpit.sim.states import Desks
 from moshpit.sim.store import Contribution, Payload
 from moshpit.sim.trace import Trace
 from moshpit.sim.trainer import SCHEMA, Job, Phase, Trainer
 from moshpit.types import PeerId, Role, short
-from moshpit.wire.messages import Difference, Gossip, Join, JoinRefused, PeerRecord, Refusal
+from moshpit.wire.messages import Difference, Gossip, Join, JoinRefused, Refusal
 
 PORT = 7000
 FIRST_ADDRESSES = 3  # how many a ticket names
@@ -76,9 +77,19 @@ class World:
         self._keys = 0
         self._spins: dict[int, int] = {}
         self.trace = Trace(log, self._name)
-        self.checkers = Checkers(scenario.checks, self.config, scenario.swarm.peers)
+        self.checkers = Checkers(
+            scenario.checks,
+            self.config,
+            scenario.swarm.peers,
+            transfer=scenario.transfer is not None,
+        )
+        wiring = Wiring.of(
+            scenario.network,
+            dial_timeout_s=self.config.transport.dial_timeout_s,
+            rng=self._generator("regions"),
+        )
         self.network = Network(
-            self.schedule, self.hosts, self._wiring(), self._generator("network"), self._hand
+            self.schedule, self.hosts, wiring, self._generator("network"), self._hand
         )
         self.network.on_join_failed = self._join_failed
         work = scenario.work
@@ -95,28 +106,11 @@ class World:
             AveragingDue: self._averaging_due,
             AveragingEnded: self._averaging_ended,
         }
+        self._desks = self._make_desks()
         self.faults = Faults(scenario.faults, scenario.churn, self._generator("faults"), self)
 
     def _generator(self, purpose: str) -> random.Random:
         return random.Random(f"{self._seed}/{purpose}")
-
-    def _wiring(self) -> Wiring:
-        wires = self.scenario.network
-        near, far = (ms / 1000.0 for ms in wires.latency_ms)
-        rng = self._generator("regions")
-        places = [(rng.random(), rng.random()) for _ in range(wires.regions)]
-        latency_s = tuple(
-            tuple(near + (far - near) * math.dist(a, b) / math.sqrt(2.0) for b in places)
-            for a in places
-        )
-        return Wiring(
-            latency_s,
-            wires.jitter_ms / 1000.0,
-            wires.loss,
-            wires.silence_s,
-            self.config.transport.dial_timeout_s,
-            wires.handshake_ms / 1000.0,
-        )
 
     def _target_samples(self) -> float:
         work = self.scenario.work
@@ -124,6 +118,16 @@ class World:
             return 0.0
         expected = self.scenario.swarm.peers * (1.0 - self.scenario.swarm.aux_share)
         return work.target_samples or work.epoch_s * work.rate_median * expected
+
+    def _make_desks(self) -> Desks | None:
+        transfer, checks = self.scenario.transfer, self.checkers.states
+        if transfer is None or checks is None:
+            return None
+
+        def rng(process: Process) -> random.Random:
+            return self._generator(f"state/{process.index}")
+
+        return Desks(transfer, self._job.chunks, self.schedule, self.network, checks, self, rng)
 
     def _name(self, peer: bytes) -> str:
         process = self._by_peer.get(PeerId(peer))
@@ -196,6 +200,8 @@ class World:
         now = self.schedule.now
         process = Process(index, peer, host, role, born=now, offset=self._rng.uniform(0.0, 1e3))
         process.node = self.make_node(process)
+        if self._desks is not None and role.trains:
+            self._desks.open(process)
         process.trainer = self._trainer(process)
         host.process = process
         self.processes.append(process)
@@ -212,7 +218,7 @@ class World:
         rng = self._generator(f"node/{process.index}")
         now = self.schedule.now + process.offset
         return Node(
-            SimSigner(process.peer), self._record(process), self.config, rng, now,
+            SimSigner(process.peer), first_record(process, SCHEMA, PORT), self.config, rng, now,
             target=self._target,
         )  # fmt: skip
 
@@ -222,27 +228,6 @@ class World:
         if host.index and self._rng.random() < self.scenario.swarm.aux_share:
             return Role.AUX
         return Role.WORKER
-
-    def _record(self, process: Process) -> PeerRecord:
-        host = process.host
-        return PeerRecord(
-            peer=process.peer,
-            incarnation=1,
-            version=1,
-            role=process.role.value,
-            addresses=() if host.nat else ((f"h{host.index}", PORT),),
-            via=(),
-            up=host.up,
-            down=host.down,
-            schema=SCHEMA if process.role.trains else b"",
-            epoch=0,
-            samples=0.0,
-            rate=0.0,
-            group_key=(),
-            step_s=0.0,
-            left=False,
-            admission=SIM_ADMISSION,
-        )
 
     def _trainer(self, process: Process) -> Trainer:
         work, host = self.scenario.work, process.host
@@ -257,6 +242,7 @@ class World:
         return Trainer(
             self._job, self.schedule, rng, hand,
             batch=batch, step_s=step_s, slowness=lambda: host.slow,
+            between=lambda: self._between(process),
         )  # fmt: skip
 
     def _join(self, process: Process, _: None) -> None:
@@ -317,6 +303,8 @@ class World:
         process.paused = False
         self.checkers.paused(process, seconds)
         inbox, process.inbox = process.inbox, []
+        if process.desk is not None and self._desks is not None:
+            self._desks.tick(process)
         tick_first = self._rng.random() < 0.5
         if tick_first:
             self._handle(process, Tick(), None)
@@ -366,6 +354,10 @@ class World:
         process.clock = clock
         node = process.node
         kind = type(event)
+        desks = self._desks if process.desk is not None else None
+        if desks is not None and desks.takes(process, event, payload):
+            self.trace.event(now, process, event, [])
+            return
         if kind is BeginAveraging:
             process.store.vector = list(process.trainer.values)
             self.checkers.began(now, process, node.epoch, event, process.store.vector)  # type: ignore[arg-type]
@@ -377,12 +369,15 @@ class World:
             self.checkers.received_join(now, process, event.peer, effects)  # type: ignore[union-attr]
         if effects:
             self._payloads.arrived = payload
-            actions = self._actions
-            for effect in effects:
-                actions[type(effect)](process, effect)
-                if type(effect) is GroupReady:
-                    self.faults.group_formed(effect.formed.key)
+            self._execute(process, effects)
         self._arm(process)
+
+    def _execute(self, process: Process, effects: list[Effect]) -> None:
+        actions = self._actions
+        for effect in effects:
+            actions[type(effect)](process, effect)
+            if type(effect) is GroupReady:
+                self.faults.group_formed(effect.formed.key)
 
     def _judge_chunk(
         self, process: Process, event: ChunkArrived, payload: Payload | None, effects: list[Effect]
@@ -450,14 +445,45 @@ class World:
 
     def _averaging_ended(self, process: Process, effect: AveragingEnded) -> None:
         now, report = self.schedule.now, effect.report
+        trainer = process.trainer
         if not report.stale:
-            process.trainer.values = list(process.store.vector)
+            trainer.values = list(process.store.vector)
+            trainer.epoch = effect.next_epoch
         self.checkers.averaging_ended(now, process, report, process.trainer.values)
         if effect.next_epoch > self.top_epoch:
             self.top_epoch = effect.next_epoch
             self.faults.epoch_reached(self.top_epoch)
-        if process.trainer.phase is Phase.AVERAGING and not process.leaving:
+        if trainer.phase is Phase.AVERAGING and not process.leaving:
+            if self._desks is not None and not report.stale:
+                self._desks.serve(process, boundary=True)
             if self._draining and process.node.epoch > self.scenario.swarm.epochs:
-                process.trainer.rest()
-            else:
-                process.trainer.work()
+                trainer.rest()
+            elif not self._between(process):
+                trainer.work()
+
+    # --- state transfer -------------------------------------------------------------------
+
+    def _between(self, process: Process) -> bool:
+        """A process is between two steps; return whether it stops to fetch a state."""
+        desks = self._desks
+        if desks is None or process.desk is None or process.leaving:
+            return False
+        if desks.behind(process):
+            process.trainer.catch_up()
+            desks.catch_up(process)
+            return True
+        desks.serve(process, boundary=False)
+        return False
+
+    def declare(self, process: Process, schema: bytes, epoch: int) -> None:
+        """Let a process tell the swarm what it averages."""
+        clock = max(self.schedule.now + process.offset, process.clock)
+        self._execute(process, process.node.attach(schema, self._target, clock, epoch))
+        self._arm(process)
+
+    def restored(self, process: Process, values: list[float] | None) -> None:
+        """Let a process train again, with the state that it has fetched, if any."""
+        if values is not None:
+            process.trainer.values = list(values)
+        if not process.leaving:
+            process.trainer.work()
