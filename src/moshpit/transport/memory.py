@@ -1,16 +1,19 @@
 """A transport within one process: for tests, and for peers that share an interpreter.
 
 An `Exchange` joins several `MemoryTransport`s of one loop. Messages are encoded and decoded as
-on a wire, arrive in later turns of the loop, and in order; a bulk link holds one chunk. Faults
-are provoked by the exchange's methods: `break_link`, `refuse`, `heal`, `kill`.
+on a wire, arrive in later turns of the loop, and in order; a bulk link holds one chunk. How long
+all that takes is the `Wire`'s matter: none by default. Faults are provoked by the exchange's
+methods: `break_link`, `refuse`, `heal`, `kill`.
 """
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, final
 
 from moshpit.config import TransportConfig
@@ -25,11 +28,64 @@ FIRST_PORT: Final = 1
 HOST: Final = "memory"
 
 
+class Wire(ABC):
+    """What lies between the transports of an exchange. It keeps the order of messages."""
+
+    @abstractmethod
+    def dial_s(self, source: PeerId, target: PeerId | None) -> float:
+        """Return how long a dial takes; ``target``: who listens there, if anybody does."""
+
+    @abstractmethod
+    def message(self, source: PeerId, target: PeerId, deliver: Callable[[], None]) -> None:
+        """Call ``deliver`` when a message has arrived."""
+
+    @abstractmethod
+    def chunk(
+        self,
+        source: PeerId,
+        target: PeerId,
+        size: int,
+        sent: Callable[[], None],
+        deliver: Callable[[], None],
+    ) -> None:
+        """Call ``sent`` when a chunk of so many bytes has left, ``deliver`` when it is there."""
+
+
+@final
+class Instant(Wire):
+    """Nothing takes any time."""
+
+    def dial_s(self, source: PeerId, target: PeerId | None) -> float:
+        """See `Wire.dial_s`."""
+        return 0.0
+
+    def message(self, source: PeerId, target: PeerId, deliver: Callable[[], None]) -> None:
+        """See `Wire.message`."""
+        deliver()
+
+    def chunk(
+        self,
+        source: PeerId,
+        target: PeerId,
+        size: int,
+        sent: Callable[[], None],
+        deliver: Callable[[], None],
+    ) -> None:
+        """See `Wire.chunk`."""
+        deliver()
+        sent()
+
+
 @final
 class Exchange:
-    """Where the transports of one process find each other."""
+    """Where the transports of one process find each other.
 
-    def __init__(self) -> None:
+    Args:
+        wire: what lies between them.
+    """
+
+    def __init__(self, wire: Wire | None = None) -> None:
+        self.wire: Wire = wire or Instant()
         self.listening: dict[Address, MemoryTransport] = {}
         self._refusing: dict[Address, None] = {}
         self._next_port = FIRST_PORT
@@ -57,12 +113,22 @@ class Exchange:
         one.break_off(other.peer)
         other.break_off(one.peer)
 
-    def kill(self, victim: MemoryTransport) -> None:
-        """End a peer without a word, as the death of its process does."""
+    def kill(self, victim: MemoryTransport, *, unnoticed_s: float = 0.0) -> None:
+        """End a peer without a word, as the death of its process does.
+
+        Args:
+            victim: whose.
+            unnoticed_s: when the others' connections to it break: at once, as a kernel does it
+                for a process, or as late as their own kernels give it up.
+        """
         for address in victim.addresses:
             self.listening.pop(address, None)
         for other in victim.die():
-            other.break_off(victim.peer)
+            if unnoticed_s:
+                loop = asyncio.get_running_loop()
+                loop.call_later(unnoticed_s, other.break_off, victim.peer, victim)
+            else:
+                other.break_off(victim.peer)
 
 
 @dataclass(slots=True, eq=False)
@@ -71,10 +137,15 @@ class _End:
 
     peer: PeerId
     other: MemoryTransport | None = None
+    link: object = None
+    """The same at both ends of a connection, and another one for the next."""
+    dialling: bool = False
     listens_at: Address | None = None
     queue: deque[bytes] = field(default_factory=deque[bytes])
     queue_bytes: int = 0
     chunk: tuple[ChunkHeader, bytes] | None = None
+    sending: bool = False
+    """A chunk has not left yet."""
     wanted: bool = False
     pumping: bool = False
     lost_planned: bool = False
@@ -125,21 +196,23 @@ class MemoryTransport(Transport):
             return
         self._closing = True
         while any(end.other and (end.queue or end.chunk) for end in self._ends.values()):
-            await asyncio.sleep(0)  # what is queued is delivered turn by turn
+            await asyncio.sleep(0)  # what is queued is sent turn by turn
         self._closed = True
         for address in self.addresses:
             self._exchange.listening.pop(address, None)
+        detail = "it closed the link: closing"
         for end in list(self._ends.values()):
             other, end.other = end.other, None
             if other is not None:
-                other.said_goodbye(self.peer, refused=True, detail="it closed the link: closing")
+                bye = partial(other.said_goodbye, self.peer, end.link, refused=True, detail=detail)
+                self._exchange.wire.message(self.peer, other.peer, bye)
         self._ends.clear()
 
     async def dial(self, address: Address, expect: PeerId | None = None) -> PeerId:
         """See `Transport.dial`."""
         if self._closing:
             raise ClosedError("the transport is closed")
-        await asyncio.sleep(0)
+        await asyncio.sleep(self._dial_s(address))
         other = self._look(address, expect)
         self._join(other)
         return other.peer
@@ -148,8 +221,12 @@ class MemoryTransport(Transport):
         """See `Transport.reach`."""
         if self._closing:
             raise ClosedError("the transport is closed")
-        await asyncio.sleep(0)
+        await asyncio.sleep(self._dial_s(address))
         self._look(address, expect)
+
+    def _dial_s(self, address: Address) -> float:
+        target = self._exchange.find(address)
+        return self._exchange.wire.dial_s(self.peer, target.peer if target is not None else None)
 
     def _look(self, address: Address, expect: PeerId | None) -> MemoryTransport:
         if expect == self.peer or address in self.addresses:
@@ -188,7 +265,7 @@ class MemoryTransport(Transport):
         if self._closing:
             return False
         end = self._end(peer)
-        if end.other is None or end.chunk is not None:
+        if end.other is None or end.chunk is not None or end.sending:
             end.wanted = True
             self._pump_soon(end)
             return False
@@ -218,12 +295,14 @@ class MemoryTransport(Transport):
 
     # --- faults ---------------------------------------------------------------------------
 
-    def break_off(self, peer: PeerId) -> None:
-        """Lose the link to a peer without a word (see `Exchange.break_link`)."""
+    def break_off(self, peer: PeerId, whom: MemoryTransport | None = None) -> None:
+        """Lose the link to a peer without a word (see `Exchange.break_link`); ``whom``: only if it
+        still leads there."""
         end = self._ends.get(peer)
-        if end is not None and end.other is not None:
+        if end is not None and end.other is not None and whom in (None, end.other):
             end.other = None
             end.chunk = None
+            end.sending = False
             self._loop.call_soon(self._redial, end, "its link was lost")
 
     def die(self) -> list[MemoryTransport]:
@@ -235,33 +314,35 @@ class MemoryTransport(Transport):
 
     # --- what the other ends call -----------------------------------------------------------
 
-    def joined(self, other: MemoryTransport) -> None:
+    def joined(self, other: MemoryTransport, link: object) -> None:
         """A link to ``other`` exists; called by whoever dialled."""
         end = self._end(other.peer)
         end.other = other
+        end.link = link
         end.listens_at = other.addresses[0] if other.addresses else None
         self._handler.on_link(other.peer, other.admission)
         self._pump_soon(end)
         self._offer_room(end)
 
-    def said_goodbye(self, peer: PeerId, *, refused: bool, detail: str) -> None:
+    def said_goodbye(self, peer: PeerId, link: object, *, refused: bool, detail: str) -> None:
         """The other side closed the link on purpose."""
-        end = self._ends.get(peer)
-        if end is not None and end.other is not None:
+        end = self._over(peer, link)
+        if end is not None:
             end.other = None
+            end.sending = False
             self._give_up(end, refused, detail)
 
-    def take_message(self, peer: PeerId, frame: bytes) -> None:
+    def take_message(self, peer: PeerId, link: object, frame: bytes) -> None:
         """A message arrives."""
-        end = self._ends.get(peer)
-        if not self._closed and end is not None and end.other is not None:
+        end = self._over(peer, link)
+        if not self._closed and end is not None:
             end.stats.control_in += len(frame)
             self._handler.on_message(peer, decode_message(frame[LENGTH.size :], short(peer)))
 
-    def take_chunk(self, peer: PeerId, header: ChunkHeader, payload: bytes) -> None:
+    def take_chunk(self, peer: PeerId, link: object, header: ChunkHeader, payload: bytes) -> None:
         """A chunk arrives."""
-        end = self._ends.get(peer)
-        if self._closed or end is None or end.other is None:
+        end = self._over(peer, link)
+        if self._closed or end is None:
             return
         end.stats.bulk_in += HEADER_BYTES + len(payload)
         sink = self._handler.chunk_sink(peer, header)
@@ -276,10 +357,16 @@ class MemoryTransport(Transport):
             raise LocalError("a peer sends nothing to itself")
         return self._ends.setdefault(peer, _End(peer))
 
+    def _over(self, peer: PeerId, link: object) -> _End | None:
+        """Return the end of a connection, if it is still the present one."""
+        end = self._ends.get(peer)
+        return end if end is not None and end.other is not None and end.link is link else None
+
     def _join(self, other: MemoryTransport) -> None:
         if not self.connected(other.peer):
-            self.joined(other)
-            other.joined(self)
+            link = object()
+            self.joined(other, link)
+            other.joined(self, link)
 
     def _pump_soon(self, end: _End) -> None:
         if not end.pumping:
@@ -295,24 +382,43 @@ class MemoryTransport(Transport):
             if end.queue or end.wanted:
                 self._redial(end, "it has no address that can be dialled")
             return
-        other = end.other
+        wire, other, link = self._exchange.wire, end.other, end.link
         frames, end.queue, end.queue_bytes = end.queue, deque[bytes](), 0
         for frame in frames:
             end.stats.control_out += len(frame)
-            other.take_message(self.peer, frame)
-        if end.chunk is not None:
+            arrive = partial(other.take_message, self.peer, link, frame)
+            wire.message(self.peer, other.peer, arrive)
+        if end.chunk is not None and end.link is link:
             header, payload = end.chunk
             end.chunk = None
+            end.sending = True
             end.stats.bulk_out += HEADER_BYTES + len(payload)
-            other.take_chunk(self.peer, header, payload)
+            arrive = partial(other.take_chunk, self.peer, link, header, payload)
+            size = HEADER_BYTES + len(payload)
+            wire.chunk(self.peer, other.peer, size, partial(self._sent, end, link), arrive)
+
+    def _sent(self, end: _End, link: object) -> None:
+        if end.link is link and end.other is not None:
+            end.sending = False
             self._offer_room(end)
 
     def _offer_room(self, end: _End) -> None:
-        if end.wanted and end.chunk is None and end.other is not None:
+        if end.wanted and end.chunk is None and not end.sending and end.other is not None:
             end.wanted = False
             self._handler.chunks_wanted(end.peer)
 
     def _redial(self, end: _End, detail: str) -> None:
+        if self._closed or end.other is not None or end.dialling:
+            return
+        seconds = self._exchange.wire.dial_s(self.peer, end.peer)
+        if seconds:
+            end.dialling = True
+            self._loop.call_later(seconds, self._dialled, end, detail)
+        else:
+            self._dialled(end, detail)
+
+    def _dialled(self, end: _End, detail: str) -> None:
+        end.dialling = False
         if self._closed or end.other is not None:
             return
         addresses: Sequence[Address] = self._handler.addresses_of(end.peer)
@@ -330,10 +436,12 @@ class MemoryTransport(Transport):
         end.queue_bytes = 0
         end.chunk = None
         end.wanted = False
+        end.sending = False
         other, end.other = end.other, None
         if other is not None:
             detail = f"it closed the link: {reason}"
-            self._loop.call_soon(_goodbye, other, self.peer, detail)
+            bye = partial(other.said_goodbye, self.peer, end.link, refused=False, detail=detail)
+            self._loop.call_soon(self._exchange.wire.message, self.peer, other.peer, bye)
 
     def _give_up(self, end: _End, refused: bool, detail: str) -> None:
         self._cut(end, detail)
@@ -345,7 +453,3 @@ class MemoryTransport(Transport):
         end.lost_planned = False
         if not self._closed:
             self._handler.on_lost(end.peer, refused, detail)
-
-
-def _goodbye(other: MemoryTransport, peer: PeerId, detail: str) -> None:
-    other.said_goodbye(peer, refused=False, detail=detail)
