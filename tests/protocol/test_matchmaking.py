@@ -293,12 +293,20 @@ def test_a_host_that_only_acknowledges_is_passed_over_in_the_end() -> None:
 
 
 def test_fields_are_what_the_join_says() -> None:
-    said = JoinFields("worker", b"schema..", 3, 99, 5.0, False, b"o" * 16)
+    said = JoinFields("worker", b"schema..", 3, 99, 5.0, False, b"o" * 16, 7, 2.5)
     member = make(A, (H, A))
     [effect] = member.seek(KEY, said, 0.0)
     assert isinstance(effect, Send)
     assert effect.message == join(
-        A, 1, vector_chunks=3, vector_bytes=99, bandwidth=5.0, weighs=False, origin=b"o" * 16
+        A,
+        1,
+        vector_chunks=3,
+        vector_bytes=99,
+        bandwidth=5.0,
+        weighs=False,
+        origin=b"o" * 16,
+        planned=7,
+        fill_s=2.5,
     )
 
 

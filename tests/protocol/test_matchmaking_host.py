@@ -310,6 +310,14 @@ def test_an_auxiliary_peer_is_a_member() -> None:
     assert [(j.peer, j.role) for j in formed.joins if j.peer == A] == [(A, "aux")]
 
 
+def test_the_deadline_has_time_for_the_slowest_to_fill_its_vector() -> None:
+    host = make(H, (H, A))
+    got(host, A, join(A, fill_s=40.0))
+    formed = formed_in(host.seek(KEY, fields(fill_s=3.0), 0.0))
+    assert formed.deadline_s == 2 * 40.0 + ROUND.deadline_s_min
+    assert announcement.formed_flaw(formed, SimSigner(A), 64) == ""
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -317,6 +325,9 @@ def test_an_auxiliary_peer_is_a_member() -> None:
         ({"bandwidth": math.nan}, "malformed"),
         ({"bandwidth": -1.0}, "malformed"),
         ({"bandwidth": math.inf}, "malformed"),
+        ({"fill_s": math.nan}, "malformed"),
+        ({"fill_s": -1.0}, "malformed"),
+        ({"fill_s": 1e9}, "malformed"),
         ({"role": "king"}, "malformed"),
         ({"role": "client"}, "role"),
         ({"schema": b""}, "malformed"),

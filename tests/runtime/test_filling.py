@@ -139,7 +139,7 @@ def joined(size: int, config: SwarmConfig) -> Iterator[list[moshpit.Swarm]]:
 
 def begin(swarm: moshpit.Swarm, codec: str = "float32") -> tuple[Averaging, torch.Tensor]:
     vector = torch.full((NUMEL,), float("nan"))  # what is not filled yet must not be looked at
-    return swarm.begin_averaging(vector, 1.0, codec=codec, filling=True), vector
+    return swarm.begin_averaging(vector, 1.0, codec=codec, fill_s=LONG_S), vector
 
 
 def values(seed: int) -> torch.Tensor:

@@ -35,13 +35,13 @@ class MemoryAveraging:
         differences: bool = False,
         hidden_s: float = 0.0,
         exact_head: int = 0,
-        filling: bool = False,
+        fill_s: float | None = None,
     ) -> None:
         assert feedback is None or (differences and weight > 0)
         assert hidden_s == 0.0 or not in_place
         self.vector, self.weight, self.waiting = vector, weight, waiting
         self.values = vector.clone()
-        self.lacking = vector.numel() if filling else 0
+        self.lacking = 0 if fill_s is None else vector.numel()
         self.filled: Callable[[], None] | None = None
         self.codec, self.differences, self.exact_head = codec, differences, exact_head
         self.feedback, self.in_place, self.hidden_s = feedback, in_place, hidden_s

@@ -460,3 +460,39 @@ def test_after_close_the_model_is_as_any_other(memory_swarm):
     model(torch.ones(2, 3)).sum().backward()
     assert torch.equal(model.weight.grad, torch.full((1, 3), 2.0))
     assert torch.equal(deepcopy(model).state_dict()["weight"], model.weight)
+
+
+def test_the_others_are_told_how_long_the_backward_pass_takes(memory_swarm, monkeypatch):
+    swarm = memory_swarm(1)
+    peer, told, now = swarm.peers[0], [], [0.0]
+    begin = peer.begin_averaging
+    monkeypatch.setattr(peer, "clock", lambda: now[0])
+    monkeypatch.setattr(
+        peer,
+        "begin_averaging",
+        lambda *a, **how: (told.append(how["fill_s"]), begin(*a, **how))[1],
+    )
+    trainer = Trainer(peer, overlapped(), 0)
+    for seconds in (5.0, 20.0, 1.0):
+        trainer.loss().backward()
+        now[0] += seconds  # from the first gradient to the last
+        trainer.opt.step()
+        trainer.opt.zero_grad()
+    trainer.opt.finish()
+    assert told == [60.0, 5.0, 20.0, 0.0], "what is complete needs no time"
+
+
+@pytest.mark.soak
+def test_a_backward_pass_that_takes_longer_than_the_deadline_of_short_ones(together):
+    options = small_chunks()
+    rounds = replace(options["config"].round, deadline_s_min=4.0)
+    options["config"] = replace(options["config"], round=rounds)
+    with joined(RunKey.generate().invite(), 2, options) as swarms:
+        peers = [Trainer(swarm, overlapped(), i) for i, swarm in enumerate(swarms)]
+        slow = next(p for p in peers[1].model.parameters() if p.requires_grad)
+        slow.register_hook(lambda grad: time.sleep(5.0))
+        wait_until_all_are_attached(swarms)
+        together(*[lambda t=t: t.train(3) for t in peers])
+    for trainer in peers:
+        assert trainer.opt.stats.partial == trainer.opt.stats.failed == 0
+        assert torch.equal(trainer.bytes(), peers[0].bytes())

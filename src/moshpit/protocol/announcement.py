@@ -107,6 +107,8 @@ def join_flaw(join: Join) -> str:
         flaw = f"{join.vector_bytes} bytes"
     if not flaw and not (math.isfinite(join.bandwidth) and join.bandwidth >= 0):
         flaw = f"bandwidth {join.bandwidth}"
+    if not flaw and not 0 <= join.fill_s <= DEADLINE_S_MAX:
+        flaw = f"a vector that is complete in {join.fill_s} s"
     if not flaw and not 0 < join.nonce < NONCE_MAX:
         flaw = f"nonce {join.nonce}"
     if not flaw and len(join.origin) not in (0, GROUP_ID_BYTES):
@@ -167,7 +169,11 @@ def form(  # noqa: PLR0917 - all of them are needed
     def patience(seconds: float) -> float:
         return max(config.deadline_s_min, config.deadline_factor * seconds)
 
-    deadline_s = patience(partition.seconds(bandwidths, parts, size, config.bandwidth_floor))
+    # Twice, since contributions are waited for during half of the time (`reduction.CUT_SHARE`).
+    fill_s = 2 * max(join.fill_s for join in joins)
+    deadline_s = fill_s + patience(
+        partition.seconds(bandwidths, parts, size, config.bandwidth_floor)
+    )
     columns = None
     if row is not None:
         # A column moves twice its slice, whoever is in it; the slowest of this row stands for all.
@@ -176,7 +182,9 @@ def form(  # noqa: PLR0917 - all of them are needed
         column_s = patience(
             partition.seconds(bandwidths, alike, 2 * slice_bytes, config.bandwidth_floor)
         )
-        columns = Columns(row.seats.spans, row.rows, row.wait_s + column_s, column_s)
+        # The other rows may fill as slowly as this one.
+        hold_s = row.wait_s + column_s + fill_s
+        columns = Columns(row.seats.spans, row.rows, hold_s, column_s)
         deadline_s += columns.hold_s
     digest = hashlib.blake2b(
         signer.run + key_hash(signer.run, first.key) + signer.peer + serial,

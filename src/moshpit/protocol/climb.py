@@ -89,6 +89,7 @@ class Climb:
             weighs=any(mass > 0 for mass in self.masses()),
             origin=self.row.machine.group,
             planned=row.planned,
+            fill_s=row.fill_s,
         )
 
     def found(self) -> list[tuple[int, GroupId, Result]]:

@@ -58,6 +58,7 @@ class Averaging:
             weighs=any(m > 0 for m in self.masses),
             origin=self.origin,
             planned=self.planned,
+            fill_s=self.request.fill_s,
         )
 
     def ended(self, report: RoundReport) -> RoundReport:

@@ -134,6 +134,8 @@ class BeginAveraging(_Data, frozen=True):
     """The epoch that the snapshot is of: stale if the swarm has gone on. None: the current one."""
     always_weighs: bool = False
     """The value counts even if this peer missed epochs (averaging without training)."""
+    fill_s: float = 0.0
+    """Seconds until the vector, which fills while it is averaged, will be complete."""
 
 
 class LocalProgress(_Data, frozen=True):

@@ -73,6 +73,7 @@ class JoinFields(msgspec.Struct, frozen=True):
         bandwidth: min(up, down) in bytes per second; 0 is unknown.
         weighs: whether its value has mass.
         origin: the group whose mean it brings, empty on the first axis.
+        fill_s: seconds until its vector will be complete.
     """
 
     role: str
@@ -83,6 +84,7 @@ class JoinFields(msgspec.Struct, frozen=True):
     weighs: bool
     origin: bytes
     planned: int = 0
+    fill_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -281,6 +283,7 @@ class Matchmaker:
                 vector_bytes=fields.vector_bytes,
                 insist=insist,
                 planned=fields.planned,
+                fill_s=fields.fill_s,
             )
         )
         seek.host = host

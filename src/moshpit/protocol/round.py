@@ -54,13 +54,17 @@ class Round:
         self.ended = False
 
     def needs_s(self, seat: int) -> float:
-        """Return how long a seat needs for what it sends, by the bandwidth that it has announced:
-        its slices of the others' parts, and its own part's mean to all (paper.md §3)."""
+        """Return how long a seat needs for what it sends, by what it has announced: until its
+        vector is complete, and by its bandwidth, for its slices of the others' parts, and its own
+        part's mean to all (paper.md §3)."""
         join, bounds = self.formed.joins[seat], self.ledger.bounds
         if not join.bandwidth > 0:
-            return 0.0
+            return join.fill_s
         share = (bounds[seat + 1] - bounds[seat]) / (bounds[-1] - bounds[0])
-        return (1 + max(0, self.seating.size - 2) * share) * join.vector_bytes / join.bandwidth
+        return (
+            join.fill_s
+            + (1 + max(0, self.seating.size - 2) * share) * join.vector_bytes / join.bandwidth
+        )
 
     def _first_ballot(self, part: int) -> int:
         ballots = range(self.seating.size)

@@ -265,6 +265,7 @@ class Driver:
                 vector_bytes=4 * job.plan.numel,
                 due_epoch=epoch,
                 always_weighs=always,
+                fill_s=job.fill_s,
             )
         )
 

@@ -33,6 +33,7 @@ class Averaging:
         exact_head: so many numbers at the beginning must not lose anything to the codec.
         filled: the vector is not complete yet (`ready`); this is called, with the averaging,
             when the network thread has to look at what has come.
+        fill_s: about how many seconds it takes until it is complete.
         waiting: how the trainer waits.
     """
 
@@ -47,12 +48,14 @@ class Averaging:
         feedback: ErrorFeedback | None = None,
         exact_head: int = 0,
         filled: Callable[[Averaging], None] | None = None,
+        fill_s: float = 0.0,
         waiting: Waiting = REAL_TIME,
     ) -> None:
         assert filled is None or not (in_place or lent), "the trainer writes to this vector"
         self.plan = plan
         self.filling = Filling(plan, waiting) if filled is not None else None
         self._filled = filled
+        self.fill_s = fill_s
         self.landing: torch.Tensor | None = None
         """Where the last round's means go, once that is under way; the network thread's but for
         what `Filling.wait_for` has told to be there."""

@@ -360,7 +360,7 @@ class Swarm:
         differences: bool = False,
         hidden_s: float = 0.0,
         exact_head: int = 0,
-        filling: bool = False,
+        fill_s: float | None = None,
     ) -> Averaging:
         """Average a snapshot while training goes on. One at a time.
 
@@ -376,9 +376,9 @@ class Swarm:
             hidden_s: how long ``"auto"`` may let it take, as nobody waits for it.
             exact_head: so many numbers at the beginning lose nothing to the codec; the same
                 for all peers.
-            filling: the vector is complete only bit by bit, as `Averaging.ready` says, and so is
-                the mean, see `Averaging.means`. All peers must do so: their chunks go in another
-                order. What is not finite is refused by the others.
+            fill_s: the vector is complete only bit by bit, as `Averaging.ready` says, in about so
+                many seconds, and so is the mean, see `Averaging.means`. All peers must do so: their
+                chunks go in another order. What is not finite is refused by the others.
 
         Raises:
             LayoutError, ConfigError: a vector or weight that cannot be averaged.
@@ -386,18 +386,19 @@ class Swarm:
         """
         if self._plan is None:
             raise LocalError("nothing is attached; call attach() first")
-        if filling and not self._began:
+        if fill_s is not None and not self._began:
             # No target keeps who is first from going ahead alone.
             self._wait_for(all_attached, self._config.matchmaking.window_s_first)
         self._began = True
         job = Averaging(
             vector,
-            self._plan.spread() if filling else self._plan,
+            self._plan if fill_s is None else self._plan.spread(),
             codec_or_auto(codec, differences=differences, hidden_s=hidden_s),
             in_place=in_place,
             feedback=feedback if weight > 0 else None,
             exact_head=exact_head,
-            filled=self._filled if filling else None,
+            filled=None if fill_s is None else self._filled,
+            fill_s=fill_s or 0.0,
             waiting=self._thread.waiting,
         )
         self._begin(job, vector, weight, self.epoch, always_weighs=False)

@@ -101,7 +101,7 @@ class Averager(Protocol):
         differences: bool = False,
         hidden_s: float = 0.0,
         exact_head: int = 0,
-        filling: bool = False,
+        fill_s: float | None = None,
     ) -> Averaging:
         """Start this epoch's averaging of ``vector`` (float32, one dimension, CPU), which is
         not touched until it is done. ``weight`` 0 only receives.
@@ -110,7 +110,8 @@ class Averager(Protocol):
         beginning, which lose nothing; ``feedback`` keeps what it loses. ``"auto"`` may choose
         codecs for ``differences`` only, and let the averaging take ``hidden_s`` seconds, for
         which nobody waits. ``in_place``: the mean is wanted in the memory of ``vector``.
-        ``filling``: the vector becomes complete while it is averaged, see `Averaging.ready`."""
+        ``fill_s``: the vector becomes complete while it is averaged, see `Averaging.ready`, in
+        about so many seconds."""
         ...
 
     def leave(self) -> None:

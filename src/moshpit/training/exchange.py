@@ -40,11 +40,11 @@ class Exchange:
             codec=snapshot.codec,
             feedback=snapshot.feedback,
             # With feedback, what is sent is not the values, and those are wanted if all fails.
-            in_place=waits and snapshot.feedback is None and not snapshot.filling,
+            in_place=waits and snapshot.feedback is None and snapshot.fill_s is None,
             differences=snapshot.differences,
             hidden_s=hidden_s,
             exact_head=snapshot.exact_head,
-            filling=snapshot.filling,
+            fill_s=snapshot.fill_s,
         )
         self._strategy.begun(averaging)
         return averaging, snapshot

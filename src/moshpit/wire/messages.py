@@ -188,6 +188,8 @@ class Join(Message, frozen=True, tag=10):
     """I was redirected here before and cannot do better: take me even if you are not the host."""
     planned: int = 0
     """How many peers this one planned for. A host that knows of fewer has news to wait for."""
+    fill_s: float = 0.0
+    """How many seconds it expects to need until its vector is complete."""
 
 
 class JoinAck(Message, frozen=True, tag=11):

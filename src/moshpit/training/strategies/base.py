@@ -49,7 +49,8 @@ class Snapshot:
         feedback: what the codec has lost of earlier ones.
         differences: gradients or differences of parameters.
         exact_head: so many numbers at the beginning are written exactly.
-        filling: the vector is not complete yet; the strategy says when it is (`Averaging.ready`).
+        fill_s: the vector is not complete yet; the strategy says when it is (`Averaging.ready`), in
+            about so many seconds. None: it is complete.
     """
 
     vector: torch.Tensor
@@ -59,7 +60,7 @@ class Snapshot:
     feedback: ErrorFeedback | None = None
     differences: bool = False
     exact_head: int = 0
-    filling: bool = False
+    fill_s: float | None = None
 
     def was_replaced_by(self, mean: torch.Tensor) -> bool:
         """Return whether the mean has taken the place of this peer's own values."""

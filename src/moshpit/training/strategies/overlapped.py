@@ -42,6 +42,9 @@ from moshpit.training.tensors import (
 
 log = logging.getLogger("moshpit.training")
 
+FIRST_FILL_S = 60.0  # guess: of the first backward pass nobody knows how long it takes
+CALMER = 0.9  # guess: from step to step so much is left of what once took long
+
 
 @final
 class OverlappedGradientAveraging(Strategy):
@@ -110,6 +113,8 @@ class OverlappedGradientAveraging(Strategy):
         self._late: set[int] = set()
         self._everywhere: list[int] = []
         self._expected: float | None = None
+        self._fill_s = FIRST_FILL_S  # how long the vector takes to be complete
+        self._begun_at: float | None = None
         self._saving: RemovableHandle | None = None
 
     # --- what there is ----------------------------------------------------------------------
@@ -304,6 +309,7 @@ class OverlappedGradientAveraging(Strategy):
         assert step.job is not None
         step.job.ready(0, self._agreement.numel())
         step.settings = PiecewiseStep(self.inner)
+        self._note_pace(step)
         for total in self._sums.values():
             total.zero_()
         self._batches, self._gathered = 0, 0.0
@@ -314,6 +320,13 @@ class OverlappedGradientAveraging(Strategy):
             self._everywhere = [n for n in self._needs.learn() if n in used]
         if self._everywhere:
             self._use(self._everywhere)
+
+    def _note_pace(self, step: GlobalStep) -> None:
+        """The vector is complete: the next one takes about as long."""
+        if step.early and self._handle is not None and self._begun_at is not None:
+            took_s = self._handle.clock() - self._begun_at
+            known = self._fill_s != FIRST_FILL_S
+            self._fill_s = max(took_s, CALMER * self._fill_s) if known else took_s
 
     @property
     def filled(self) -> bool:
@@ -341,8 +354,9 @@ class OverlappedGradientAveraging(Strategy):
             vector, self._gathered + samples, samples, early=early, todo=todo
         )
         exact = self._before_main()
+        fill_s = self._fill_s if early else 0.0
         snapshot = Snapshot(
-            vector, self._filling.weight, bad, codec=self.codec, exact_head=exact, filling=True
+            vector, self._filling.weight, bad, codec=self.codec, exact_head=exact, fill_s=fill_s
         )
         return self._as_differences(snapshot)
 
@@ -351,6 +365,7 @@ class OverlappedGradientAveraging(Strategy):
         assert step is not None
         step.job = averaging
         self.samples = 0.0
+        self._begun_at = self._handle.clock() if self._handle is not None else None
         # While the peers meet there is time for it.
         self._agreement[:2] = fingerprint(self.parameters())
         step.vector[:2] = self._agreement[:2]
