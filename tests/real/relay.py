@@ -124,7 +124,7 @@ def open_device(name: str) -> int:
 
 
 def forward(devices: tuple[int, int], link: Link, parent: int) -> None:
-    """Pass packets until standard input ends; print the counts."""
+    """Pass packets until standard input ends; print the counts. A line of it is a new link."""
     ways = tuple(Direction(link, random.Random(2 * link.seed + end)) for end in (0, 1))
     while True:
         now = time.monotonic()
@@ -132,7 +132,11 @@ def forward(devices: tuple[int, int], link: Link, parent: int) -> None:
         pause = min((due for due in dues if due is not None), default=now + 1.0) - now
         readable, _, _ = select.select([*devices, parent], [], [], max(0.0, pause))
         if parent in readable:
-            break
+            said = os.read(parent, select.PIPE_BUF)
+            if not said:
+                break
+            for way in ways:
+                way.link = Link(**json.loads(said.splitlines()[-1]))
         for end in (0, 1):
             if devices[end] in readable:
                 with contextlib.suppress(BlockingIOError):

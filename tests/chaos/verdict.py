@@ -1,0 +1,201 @@
+"""Was it a good run? Each rule reads a `Record` and returns what is wrong, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+from .record import Life, Record
+
+BUSY_S = 5.0  # what a crowded machine may add to any wait; none of ours
+GRACE_S = 30.0
+STILL_S = 60.0  # so long nobody may be without an epoch, whatever is done
+THREADS_MORE = 4
+SOCKETS_MORE = 8  # a link and its stripes may be renewed when we look
+FILES_MORE = 8
+MEMORY_MORE_MB = 96.0  # an allocator's high-water mark: states for joiners, two at most
+AFTER_FILES = 12
+KEEP = 2
+
+Rule = Callable[[Record], list[str]]
+
+
+def all_finished(record: Record) -> list[str]:
+    """Every peer that was there at the end has finished, and ended with 0."""
+    wrong: list[str] = []
+    for life in record.last_lives:
+        if life.last_of("finished") is None:
+            wrong.append(f"p{life.peer} has not finished; it came to epoch {life.epoch}")
+        elif life.code != 0:
+            wrong.append(f"p{life.peer} has finished, and ended with {life.code}")
+    for life in record.lives:
+        if life.ended and not life.expected:
+            wrong.append(f"p{life.peer} has ended by itself, with {life.code}")
+    return wrong
+
+
+def all_alike(record: Record) -> list[str]:
+    """All are at one epoch and hold the same bytes."""
+    ends = {life.peer: life.last_of("finished") for life in record.last_lives}
+    told = {p: (e["epoch"], e["digest"][:8]) for p, e in ends.items() if e is not None}
+    wrong: list[str] = []
+    if len(set(told.values())) > 1:
+        wrong.append("not all alike: " + ", ".join(f"p{p}: {e} {d}" for p, (e, d) in told.items()))
+    wrong += [f"p{p} ended with NaN or infinity" for p, e in ends.items() if e and not e["finite"]]
+    return wrong
+
+
+def waits_kept(record: Record) -> list[str]:
+    """Nobody waited longer than was promised."""
+    wrong: list[str] = []
+    for life in record.lives:
+        for event in life.all_of("waited") + life.all_of("averaged"):
+            took = waited_s(life, event["began"], event["seconds"])
+            if took > event["promised_s"] + BUSY_S:
+                at = event["began"] - record.began
+                wrong.append(
+                    f"p{life.peer} {event['event']} for {took:.1f} s at {at:.1f} s; "
+                    f"{event['promised_s']:.1f} s were promised"
+                )
+    return wrong
+
+
+def waited_s(life: Life, began: float, seconds: float) -> float:
+    """Return how long a wait was, less the time in which the process was stopped."""
+    end = began + seconds
+    return seconds - sum(max(0.0, min(end, to) - max(began, at)) for at, to in life.stopped)
+
+
+def all_together(record: Record) -> list[str]:
+    """In the calm after the faults all come together: see each other, at one epoch."""
+    healed = healed_at(record)
+    if healed is not None and healed <= record.told:
+        return []
+    last = {life.peer: life.last_of("epoch") or {} for life in record.last_lives}
+    told = ", ".join(
+        f"p{peer} at epoch {e.get('epoch')} with {e.get('peers')}" for peer, e in last.items()
+    )
+    when = "" if healed is None else f" until {healed - record.calm:.0f} s after the last fault"
+    return [f"not together{when}: {told}"]
+
+
+def healed_at(record: Record) -> float | None:
+    """Return when all were together again, for good: each has begun an epoch in which it saw all
+    others, and not the oldest but one of what others were at; None: never."""
+    lives = record.last_lives
+    told = sorted((e["at"], life.peer, e) for life in lives for e in life.all_of("epoch"))
+    together: dict[int, float] = {}
+    newest = 0
+    for at, peer, event in told:
+        newest = max(newest, event["epoch"])
+        if event["peers"] < len(lives) or event["epoch"] < newest - 1:
+            together.pop(peer, None)
+        elif peer not in together:
+            together[peer] = at
+    return max(together.values()) if len(together) == len(lives) else None
+
+
+def never_still(record: Record) -> list[str]:
+    """Somebody always made progress."""
+    gap, at = longest_gap(record)
+    if gap > STILL_S:
+        return [f"no epoch anywhere for {gap:.0f} s, from {at - record.began:.0f} s on"]
+    return []
+
+
+def longest_gap(record: Record) -> tuple[float, float]:
+    """Return the longest time without a new epoch anywhere, and when it began."""
+    times = sorted(e["at"] for life in record.lives for e in life.all_of("epoch"))
+    edges = [record.began, *(t for t in times if t > record.began)]
+    return max(((b - a, a) for a, b in pairwise(edges)), default=(0.0, 0.0))
+
+
+def left_in_time(record: Record) -> list[str]:
+    """Who was asked to leave has done so in good order, within the grace."""
+    wrong: list[str] = []
+    for life in record.lives:
+        if life.expected != "left" or not life.ended:
+            continue
+        took = waited_s(life, life.told_to_leave, life.ended - life.told_to_leave)
+        if took > GRACE_S + BUSY_S:
+            wrong.append(f"p{life.peer} took {took:.1f} s to leave")
+        if life.code != 0 and life.last_of("joined") is not None:
+            wrong.append(f"p{life.peer} was asked to leave, and ended with {life.code}")
+    return wrong
+
+
+def nothing_leaked(record: Record) -> list[str]:
+    """At the end, a process holds what it held at the beginning, and nothing after it has left."""
+    wrong: list[str] = []
+    for life in record.last_lives:
+        grown = growth(life)
+        if grown is not None:
+            limits = (THREADS_MORE, SOCKETS_MORE, FILES_MORE, MEMORY_MORE_MB)
+            names = ("threads", "sockets", "files", "MB")
+            wrong += [
+                f"p{life.peer} holds {more:.0f} {name} more than at the beginning"
+                for more, limit, name in zip(grown, limits, names, strict=True)
+                if more > limit
+            ]
+        if life.after is not None and life.after.sockets:
+            wrong.append(f"p{life.peer} holds {life.after.sockets} sockets after it has left")
+        if life.after is not None and life.after.files > AFTER_FILES:
+            wrong.append(f"p{life.peer} holds {life.after.files} files after it has left")
+    return wrong
+
+
+def growth(life: Life) -> tuple[float, float, float, float] | None:
+    """Return how many more threads, sockets, files and MB a process holds at the end than in the
+    quarter of its samples after its second epoch; None if it was not there for long enough."""
+    epochs = life.all_of("epoch")
+    if len(epochs) < 2:
+        return None
+    held = [h for h in life.held if h.at > epochs[1]["at"]]
+    if len(held) < 4:
+        return None
+    early, last = held[: max(1, len(held) // 4)], held[-1]
+    return (
+        last.threads - max(h.threads for h in early),
+        last.sockets - max(h.sockets for h in early),
+        last.files - max(h.files for h in early),
+        last.memory_mb - max(h.memory_mb for h in early),
+    )
+
+
+def disk_is_tidy(record: Record) -> list[str]:
+    """Where peers save there is what is to be kept, and nothing half written."""
+    wrong: list[str] = []
+    for peer, names in record.left_on_disk.items():
+        odd = [n for n in names if not n.startswith("epoch-")]
+        if odd:
+            wrong.append(f"p{peer} has left {', '.join(odd)} on the disk")
+        if len(names) > KEEP + len(odd):
+            wrong.append(f"p{peer} keeps {len(names)} checkpoints: {', '.join(names)}")
+    return wrong
+
+
+def nothing_broken(record: Record) -> list[str]:
+    """No log has a traceback."""
+    return [
+        f"p{life.peer} has in its log: {life.complaints[0]}"
+        for life in record.lives
+        if life.complaints
+    ]
+
+
+RULES: tuple[Rule, ...] = (
+    all_finished,
+    all_alike,
+    waits_kept,
+    all_together,
+    never_still,
+    left_in_time,
+    nothing_leaked,
+    disk_is_tidy,
+    nothing_broken,
+)
+
+
+def judge(record: Record) -> list[str]:
+    """Return all that is wrong; nothing, if it was a good run."""
+    return [words for rule in RULES for words in rule(record)]
