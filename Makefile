@@ -4,12 +4,14 @@
 #   make test    all tests (under ten minutes on two cores)
 #   make check   what CI runs: format, lint, types, house rules, tests
 #   make soak    long runs: soak tests, properties on random examples, three hundred seeds
+#   make chaos   real processes, a bad network, kills: what a seed says (Linux, root); SEED=1
 #   make format  let ruff rewrite what `make check` would complain about
 #   make docs    write again the reference pages that are made from the code
 #   make clean   remove the virtual environment and all caches
 #
 # Variables: PYTHON (which interpreter makes the environment), VENV (where it goes),
-# ARGS (more arguments for pytest or the demo: make test ARGS="-k ticket").
+# ARGS (more arguments for pytest, the demo or chaos: make test ARGS="-k ticket");
+# SEED, PEERS and SECONDS of a chaos run: make chaos SEED=7 PEERS=16 SECONDS=600.
 #
 # A CPU build of torch. constraints.txt pins the version, so that every clone trains with the
 # same one. On Linux, pip's default index serves that version with several gigabytes of CUDA
@@ -21,6 +23,9 @@
 
 VENV ?= .venv
 ARGS ?=
+SEED ?= 1
+PEERS ?= 8
+SECONDS ?= 600
 
 ifndef PYTHON
 # python3 first; the others only where it is too old (or newer than torch has wheels for).
@@ -32,7 +37,7 @@ endif
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help demo test check soak format docs clean install
+.PHONY: help demo test check soak chaos format docs clean install
 .DELETE_ON_ERROR:
 
 help:
@@ -62,6 +67,9 @@ soak: $(VENV)/.stamp-dev
 		$(BIN)/moshpit sim "$$scenario" --seeds "$$seeds" || exit 1; \
 	done
 
+chaos: $(VENV)/.stamp-dev
+	$(BIN)/python -m tests.chaos --seed $(SEED) --peers $(PEERS) --seconds $(SECONDS) $(ARGS)
+
 format: $(VENV)/.stamp-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -80,7 +88,7 @@ $(VENV)/.stamp-demo: pyproject.toml constraints.txt | $(BIN)/python
 	@touch "$@"
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) --editable '.[demo,dev]'
+	$(INSTALL) --editable '.[demo,dev,experiments]'
 	@touch "$@" "$(VENV)/.stamp-demo"
 
 $(BIN)/python:

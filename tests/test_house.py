@@ -33,6 +33,7 @@ LAYERS = (
     ("transport", "identity"),
     ("runtime", "sim", "baselines"),
     ("training", "planning"),
+    ("experiments",),
     ("dashboard", "integrations", "metrics", "cli"),
     ("", "__main__"),
 )
@@ -161,7 +162,7 @@ def arrows(path: Path) -> Iterator[str]:
         if target is None or target == source:
             continue
         down = RANK[target] < RANK[source] or (source, target) in SIDEWAYS
-        if target == "" and source in ("cli", "dashboard", "integrations", "metrics"):
+        if target == "" and source in ("cli", "dashboard", "experiments", "integrations", "metrics"):
             down = True  # these stand on the public names, like any user
         reason = FORBIDDEN.get((source, target))
         if {source, target} == {"runtime", "sim"}:

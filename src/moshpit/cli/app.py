@@ -13,6 +13,7 @@ from moshpit.cli import output
 from moshpit.cli.bench import bench_app
 from moshpit.cli.demo import demo
 from moshpit.cli.doctor import doctor
+from moshpit.cli.experiment import experiment_app
 from moshpit.cli.peers import peers
 from moshpit.cli.plan import plan
 from moshpit.cli.run import run
@@ -61,6 +62,7 @@ app.command()(doctor)
 app.command()(sim)
 app.command()(demo)
 app.add_typer(bench_app, name="bench")
+app.add_typer(experiment_app, name="experiment")
 
 
 class _Global:

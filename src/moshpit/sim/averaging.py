@@ -5,11 +5,11 @@ each other when some miss rounds? A round costs some array operations, so thousa
 hundreds of runs take seconds. Messages, time and the all-reduce's own faults are not in it;
 they are in `moshpit.sim.world`.
 
-- Failures are those of paper §4.1, "alive only": in each round every peer is dead with some
-  probability, and back in the next one. The others of its group average; it keeps its value.
+- Failures are those of paper §4.1: in each round every peer is dead with some probability, and
+  back in the next one. It keeps its value; what the others of its group do is the `Failure` model.
 - A `Method` makes rounds. `GridRounds` is Moshpit's: the groups are those of `protocol.grid`,
   the masses are kept as the protocol keeps them (docs/internals/protocol.md "Grid"). `RandomGroups`
-  is the paper's random split.
+  is the paper's random split. What they are compared with is in `moshpit.sim.rivals`.
 - The spread is the variance over all peers, the dead ones too, around their present mean.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from typing import Protocol, final
 
@@ -30,8 +31,18 @@ from moshpit.types import PeerId
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Dice = np.random.Generator | np.random.RandomState
 
 ID_BYTES = 32
+
+
+class Failure(Enum):
+    """What a group does when one of its members misses the round (paper.md §5)."""
+
+    ALIVE = "alive"
+    """The others average."""
+    GROUP = "group"
+    """Nobody of the group does."""
 
 
 class Method(Protocol):
@@ -45,6 +56,19 @@ class Method(Protocol):
             alive: (n,), who takes part; the others keep their values.
         """
         ...
+
+
+def attending(groups: Ints, alive: Bools, failure: Failure) -> Bools:
+    """Return who averages, of those that live.
+
+    Args:
+        groups: (n,), the number of each peer's group, not negative.
+        alive: (n,).
+        failure: what the others of a dead peer's group do.
+    """
+    if failure is Failure.ALIVE:
+        return alive
+    return np.bincount(groups, ~alive)[groups] == 0
 
 
 def group_means(
@@ -92,9 +116,10 @@ class GridRounds:
         group_size: M.
         rng: makes their ids, which decide on the order.
         weights: (n,), the mass of each peer's own value; nothing: 1 each.
+        failure: what the others of a dead peer's group do.
 
     Attributes:
-        peers: the ids.
+        ids: (n, 32), the bytes of the peers' ids.
         masses: (n,), the mass behind each peer's present value.
     """
 
@@ -104,15 +129,22 @@ class GridRounds:
         group_size: int,
         rng: np.random.Generator,
         weights: Floats | None = None,
+        *,
+        failure: Failure = Failure.ALIVE,
     ) -> None:
-        ids = rng.bytes(ID_BYTES * n)
-        self.peers = [PeerId(ids[at : at + ID_BYTES]) for at in range(0, len(ids), ID_BYTES)]
-        self._at = {peer: index for index, peer in enumerate(self.peers)}
+        self.ids = np.frombuffer(rng.bytes(ID_BYTES * n), np.uint8).reshape(n, ID_BYTES)
+        self._sorted = _order(self.ids)
+        self._failure = failure
         self._weights = np.ones(n) if weights is None else weights
         self.masses = self._weights.copy()
         self._plan = grid.plan(n, group_size)
         self._groups = [_numbers(n, group_size, axis) for axis in range(self._plan.axes)]
         self._epoch = self._axis = 0
+
+    @property
+    def peers(self) -> list[PeerId]:
+        """The peers' ids, as the protocol has them."""
+        return [PeerId(row.tobytes()) for row in self.ids]
 
     @property
     def axes(self) -> int:
@@ -129,8 +161,9 @@ class GridRounds:
         if self._axis == 0:
             self._begin()
         groups = self._groups[self._axis][self._rank]
-        values, self.masses = group_means(values, self.masses, groups, alive, self._origins)
-        self._origins = np.where(alive, groups + self._first[self._axis], self._origins)
+        there = attending(groups, alive, self._failure)
+        values, self.masses = group_means(values, self.masses, groups, there, self._origins)
+        self._origins = np.where(there, groups + self._first[self._axis], self._origins)
         self._axis += 1
         if self._axis == self.axes:
             self._axis = 0
@@ -138,13 +171,22 @@ class GridRounds:
         return values
 
     def _begin(self) -> None:
-        ranked = grid.order(self.peers, self._epoch)
-        self._rank = np.empty(len(ranked), np.int64)
-        self._rank[[self._at[peer] for peer in ranked]] = np.arange(len(ranked))
+        # As `grid.order`: by the ids from a byte on that moves; the sort is stable.
+        start = self._epoch * 5 % ID_BYTES
+        ranked = self._sorted[_order(self.ids[self._sorted, start:])]
+        self._rank = np.empty_like(ranked)
+        self._rank[ranked] = np.arange(len(ranked))
         self.masses = self._weights.copy()
         self._origins = np.full(len(ranked), -1)
         counts = [int(groups.max()) + 1 for groups in self._groups]
         self._first = np.cumsum([0, *counts])
+
+
+def _order(rows: NDArray[np.uint8]) -> Ints:
+    """Return the order of rows of bytes, as bytes are compared; equal ones stay as they were."""
+    padded = np.zeros((len(rows), ID_BYTES), np.uint8)
+    padded[:, : rows.shape[1]] = rows
+    return np.lexsort(padded.view(">u8").T[::-1])
 
 
 @lru_cache(maxsize=64)
@@ -158,29 +200,55 @@ def _numbers(n: int, group_size: int, axis: int) -> Ints:
 
 @final
 class RandomGroups:
-    """The paper's random split: the living are shuffled into groups of near-equal sizes.
+    """The paper's random split: peers are shuffled into groups of near-equal sizes.
 
     Args:
-        group_size: M; the living are dealt out to floor(living / M) groups, at least one.
-        groups: that many groups instead.
+        group_size: M; the shuffled peers make floor(peers / M) groups, at least one, and those that
+            are left over go to the first groups, one to each.
+        groups: that many groups instead, of near-equal sizes.
         rng: shuffles.
+        failure: where only the living average, only they are shuffled; where a dead peer
+            stops its group, all are.
     """
 
     def __init__(
-        self, group_size: int, rng: np.random.Generator, *, groups: int | None = None
+        self,
+        group_size: int,
+        rng: Dice,
+        *,
+        groups: int | None = None,
+        failure: Failure = Failure.ALIVE,
     ) -> None:
         self._group_size = group_size
         self._count = groups
         self._rng = rng
+        self._failure = failure
 
     def round(self, values: Floats, alive: Bools) -> Floats:
         """Make the next round; see `Method`."""
-        living = self._rng.permutation(np.flatnonzero(alive))
-        count = self._count or max(1, len(living) // self._group_size)
+        dealt = alive if self._failure is Failure.ALIVE else np.ones_like(alive)
+        shuffled = self._rng.permutation(np.flatnonzero(dealt))
+        places = np.arange(len(shuffled))
+        count = self._count or max(1, len(shuffled) // self._group_size)
+        full = 0 if self._count else count * self._group_size
         groups = np.zeros(len(values), np.int64)
-        groups[living] = np.arange(len(living)) % count
-        ones = np.ones_like(values)
-        return group_means(values, ones, groups, alive, np.full(len(values), -1))[0]
+        groups[shuffled] = np.where(places < full, places // self._group_size, places % count)
+        there = alive if self._failure is Failure.ALIVE else attending(groups, alive, self._failure)
+        return plain_means(values, groups, there)
+
+
+def plain_means(values: Floats, groups: Ints, there: Bools) -> Floats:
+    """Return everybody's value after each group has averaged those of it that are there.
+
+    Args:
+        values: (n,), by peer.
+        groups: (n,), the number of each peer's group, not negative.
+        there: (n,), who takes part; the others keep their values.
+    """
+    counts = np.bincount(groups, there)
+    sums = np.bincount(groups, np.where(there, values, 0.0))
+    means = np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0)
+    return np.where(there, means[groups], values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +256,29 @@ class Spreads:
     """How far apart the values were, over many runs.
 
     Attributes:
-        mean: (rounds + 1,), the mean spread before the first round and after each.
-        error: (rounds + 1,), the standard error of that mean.
+        each: (runs, rounds + 1), the spread before the first round and after each.
     """
 
-    mean: Floats
-    error: Floats
+    each: Floats
+
+    @property
+    def mean(self) -> Floats:
+        """(rounds + 1,), the mean over the runs."""
+        return self.each.mean(0)
+
+    @property
+    def error(self) -> Floats:
+        """(rounds + 1,), the standard error of that mean."""
+        deviation: Floats = self.each.std(0, ddof=1)
+        return deviation / np.sqrt(len(self.each))
+
+    def rounds_until(self, threshold: float) -> Ints:
+        """Return, (runs,), after how many rounds the spread was first below a threshold.
+
+        A run that never was counts with all its rounds, as in the paper's experiment.
+        """
+        below = self.each < threshold
+        return np.where(below.any(1), below.argmax(1), self.each.shape[1] - 1)
 
 
 def measure(
@@ -234,9 +319,22 @@ def measure(
     for run in range(runs):
         world = np.random.default_rng((seed, run, 0))
         method = make(np.random.default_rng((seed, run, 1)))
-        values = world.standard_normal(n)
-        spreads[run, 0] = values.var()
-        for number in range(rounds):
-            values = method.round(values, world.random(n) >= death)
-            spreads[run, number + 1] = values.var()
-    return Spreads(spreads.mean(0), spreads.std(0, ddof=1) / np.sqrt(runs))
+        spreads[run] = run_once(method, world, n=n, death=death, rounds=rounds)
+    return Spreads(spreads)
+
+
+def run_once(method: Method, world: Dice, *, n: int, death: float, rounds: int) -> Floats:
+    """Return, (rounds + 1,), the spreads of one run, before the first round and after each.
+
+    Args:
+        method: a new one.
+        world: draws the values first, then who lives in each round.
+        n, death, rounds: as of `measure`.
+    """
+    spreads = np.empty(rounds + 1)
+    values = world.standard_normal(n)
+    spreads[0] = values.var()
+    for number in range(1, rounds + 1):
+        values = method.round(values, world.random(n) >= death)
+        spreads[number] = values.var()
+    return spreads

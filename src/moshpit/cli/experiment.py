@@ -1,0 +1,183 @@
+"""`moshpit experiment`: the paper's figures and ours, by commands that anyone can run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from moshpit.cli import output
+from moshpit.cli.parse import human_s
+from moshpit.errors import ConfigError, MoshpitError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from moshpit.experiments.averaging import Curve, Setup
+    from moshpit.sim.averaging import Spreads
+
+experiment_app = typer.Typer(
+    help="Repeat the paper's experiments, and see ours beside them.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+FINE, COARSE = 1e-9, 1e-4  # paper §4.1: averaged, and nearly so
+
+
+@experiment_app.command("averaging")
+def averaging(  # noqa: PLR0917 - typer reads the parameters
+    peers: Annotated[int, typer.Option(metavar="N", help="How many peers.")] = 1024,
+    group_size: Annotated[
+        int, typer.Option(metavar="M", help="Peers in a group; cells in a row of the grid.")
+    ] = 32,
+    dims: Annotated[
+        int | None,
+        typer.Option(metavar="D", help="Axes of the grid. Default: as few as N and M need."),
+    ] = None,
+    failure: Annotated[
+        float, typer.Option(metavar="P", help="The probability that a peer misses a round.")
+    ] = 0.0,
+    rounds: Annotated[int, typer.Option(metavar="T", help="How many rounds.")] = 10,
+    seeds: Annotated[int, typer.Option(metavar="S", help="How often all is repeated.")] = 10,
+    failure_model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="What the group of a missing peer does: alive, the others average; group, nobody "
+            "does.",
+        ),
+    ] = "alive",
+    algorithms: Annotated[
+        str, typer.Option(metavar="LIST", help="Which, with commas between them.")
+    ] = "all-reduce,gossip,sgp,push-sum,random-groups,paper-grid,moshpit",
+    seed: Annotated[int, typer.Option(metavar="S", help="Where all randomness comes from.")] = 0,
+    csv_file: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="FILE", help="Write every round as CSV; - is stdout."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the curves: .svg, .png or .pdf; needs matplotlib."),
+    ] = None,
+) -> None:
+    """Average one number per peer, and see how fast the peers agree (paper §4.1, figure 3).
+
+    No network and no time: the algorithms themselves, in whole-array steps, also for a million
+    peers. The variance is over all peers; the table says after how many rounds it is
+    below 1e-4 and 1e-9.
+
+    **Examples**
+
+        moshpit experiment averaging --peers 768 --failure 0.005 --plot averaging.svg
+        # what does a peer cost that makes its whole group skip the round?
+        moshpit experiment averaging --failure 0.005 --failure-model group \\
+            --algorithms random-groups,paper-grid,moshpit
+    """  # fmt: skip
+    from moshpit.experiments import averaging as experiment
+    from moshpit.experiments import plots
+    from moshpit.sim.averaging import Failure
+
+    try:
+        model = Failure(failure_model)
+    except ValueError:
+        raise ConfigError(f"--failure-model {failure_model!r}: alive or group") from None
+    setup = experiment.Setup(
+        peers=peers, group_size=group_size, dims=dims, death=failure, failure=model,
+        rounds=rounds, seeds=seeds, seed=seed,
+    )  # fmt: skip
+    found = experiment.run(setup, experiment.algorithms_named(algorithms), output.explain)
+    to_stdout = csv_file is not None and str(csv_file) == "-"
+    if csv_file is not None:
+        _write_text("--csv", csv_file, experiment.as_csv(setup, found))
+    if plot is not None:
+        plots.write(experiment.plot(setup, found), plot)
+    if not to_stdout:
+        _show_averaging(setup, found)
+
+
+def _write_text(option: str, path: Path, text: str) -> None:
+    if str(path) == "-":
+        typer.echo(text, nl=False)
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error}") from error
+
+
+def _show_averaging(setup: Setup, found: Mapping[str, Curve]) -> None:
+    from moshpit.experiments.averaging import ALGORITHMS
+
+    console = output.stdout()
+    console.print(
+        f"{setup}, {setup.axes} axes, {setup.seeds} seeds; variance over the peers, and rounds "
+        "until it is below a threshold",
+        soft_wrap=True,
+    )
+    shown = sorted({number for number in (1, 2, 3, 5, 10, setup.rounds) if number <= setup.rounds})
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("after round", no_wrap=True)
+    for number in shown:
+        table.add_column(str(number), justify="right", no_wrap=True)
+    for threshold in (COARSE, FINE):
+        table.add_column(f"to {threshold:.0e}", justify="right", no_wrap=True)
+    for name, curve in found.items():
+        spreads = curve.spreads
+        table.add_row(
+            ALGORITHMS[name].label,
+            *(f"{spreads.mean[number]:.1e}" for number in shown),
+            *(_rounds_until(spreads, threshold) for threshold in (COARSE, FINE)),
+        )
+    console.print(table)
+
+
+def _rounds_until(spreads: Spreads, threshold: float) -> str:
+    """Say after how many rounds, on average; ``>`` where not every run came there."""
+    missed = bool((spreads.each.min(1) >= threshold).any())
+    return f"{'>' if missed else ''}{spreads.rounds_until(threshold).mean():.1f}"
+
+
+@experiment_app.command("all")
+def all_(
+    report: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where report.html is to be written.")
+    ],
+    small: Annotated[
+        bool, typer.Option("--small", help="Fewer seeds and smaller swarms: minutes, not hours.")
+    ] = False,
+    only: Annotated[
+        str | None, typer.Option(metavar="LIST", help="These experiments alone, with commas.")
+    ] = None,
+) -> None:
+    """Run every experiment and write one page with all figures and tables.
+
+    The page holds its figures and needs no network. An experiment that fails is named on it, the
+    others are there, and the exit status is 1.
+    """
+    from moshpit.experiments import report as pages
+    from moshpit.experiments.catalogue import CATALOGUE, experiment
+    from moshpit.experiments.section import Context, Section
+
+    began = time.perf_counter()
+    names = [name.strip() for name in only.split(",")] if only is not None else list(CATALOGUE)
+    chosen = {name: experiment(name) for name in names}
+    context = Context(small, output.explain)
+    sections: list[Section] = []
+    failed: list[pages.Failed] = []
+    for name, run in chosen.items():
+        try:
+            sections.append(run(context))
+        except MoshpitError as error:
+            failed.append(pages.Failed(name, str(error)))
+            output.report_error(f"experiment {name}: {error}")
+    command = f"moshpit experiment all --report {report}"
+    command += (" --small" if small else "") + (f" --only {only}" if only is not None else "")
+    facts = pages.facts_here(time.perf_counter() - began, human_s)
+    file = pages.write(report, pages.page(sections, failed, facts, command))
+    output.stdout().print(f"wrote {file}", markup=False, soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
