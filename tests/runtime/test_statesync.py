@@ -13,6 +13,7 @@ from moshpit.config import TransportConfig
 from moshpit.events import Notice
 from moshpit.identity.keys import PeerKey
 from moshpit.identity.tickets import RunKey
+from moshpit.protocol import statesharing
 from moshpit.runtime.states import FetchedState, Fetching
 from moshpit.runtime.statesync import StateDesk
 from moshpit.tensors.image import Manifest, StateImage, content_hash
@@ -179,6 +180,40 @@ def test_a_state_comes_from_two_donors_as_it_was() -> None:
             async with asyncio.timeout(10):
                 while donor.desk._given:
                     await asyncio.sleep(0.005)
+
+    play(part)
+
+
+def test_joiners_pass_on_what_they_have_and_a_donor_gives_it_once() -> None:
+    async def part(net: Net, desks: list[Desk]) -> None:
+        for _ in range(6):
+            desks.append(await Desk.start(net))
+        donor, *askers = desks
+        donor.desk.able(True)
+        fetchings = [Fetching() for _ in askers]
+        for asker, fetching in zip(askers, fetchings, strict=True):
+            others = [other.peer for other in askers if other is not asker]
+            asker.desk.fetch(
+                [donor.peer], fetching, SIZE_MAX, 0, shares=True, reach=others.__contains__
+            )
+        async with asyncio.timeout(60):
+            while not all(fetching.wait(0) for fetching in fetchings):
+                await asyncio.sleep(0.005)
+        size = image().manifest.size + len(image().manifest.encode())
+        for asker, fetching in zip(askers, fetchings, strict=True):
+            assert fetching.state is not None
+            torch.manual_seed(1)
+            assert torch.equal(fetching.state.assembler.tensors()["w"], torch.randn(30_000))
+            assert not asker.notices
+        given = [desk.desk.bytes_given for desk in desks]
+        assert sum(given) == 5 * size
+        assert given[0] <= 1.2 * size
+        assert all(asker.desk._shared is not None for asker in askers), "for those still to come"
+        for asker in askers:
+            asker.desk._shared.sharing._ended_at -= statesharing.LINGER_S
+            asker.desk._shared.sharing._heard -= statesharing.LINGER_S
+            asker.desk._tick()
+            assert asker.desk._shared is None, "its memory is free again"
 
     play(part)
 

@@ -6,12 +6,18 @@ at most `SNAPSHOTS_MAX` are kept, so that this costs memory for so many states. 
 `ASKERS_MAX` peers are served, each with at most `QUEUE_MAX` pieces under way. Who keeps silent
 for `ASKER_SILENT_S` is forgotten, and with the last asker the snapshots are. An impossible
 wish is told with its sender's name, who gets nothing more for it.
+
+*Many askers cost little more than one.* A piece is given once. Who asks for it later is sent to
+one that asked before and shares (`StateAsk.shares`, `StateElsewhere`); those who were given a
+piece or sent to somebody for it form a tree in the order in which they came, so each passes it on
+twice at most. Who asks again for the same piece gets it from here: whoever it was sent to may be
+gone, or slow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, final
 
 import msgspec
@@ -23,6 +29,7 @@ from moshpit.wire.transfer import (
     StateAsk,
     StateComing,
     StateDone,
+    StateElsewhere,
     StateLack,
     StateMessage,
     StateOffer,
@@ -34,6 +41,7 @@ ASKERS_MAX: Final = 16  # guess
 SNAPSHOTS_MAX: Final = 2  # one that is fetched, and a newer one
 QUEUE_MAX: Final = 16  # guess: four windows
 ASKER_SILENT_S: Final = 150.0  # guess: longer than an asker waits for an offer
+PASSED_ON: Final = 2  # to so many a sharer passes a piece on, so 8 askers are 3 steps deep
 SEQ_MAX: Final = 1 << 62
 HASH_BYTES: Final = 32
 NAME_BYTES: Final = 16
@@ -80,8 +88,11 @@ class Snapshot:
 class _Asker:
     seq: int
     heard: float
+    shares: bool = False
     offered: bool = False
     queued: int = 0
+    asked: dict[bytes, None] = field(default_factory=dict[bytes, None])
+    """What it has asked for, and was given or sent on for."""
 
 
 @final
@@ -91,6 +102,8 @@ class StateGiving:
     def __init__(self) -> None:
         self._askers: dict[PeerId, _Asker] = {}
         self._snapshots: list[Snapshot] = []
+        self._holders: dict[bytes, list[tuple[PeerId, int]]] = {}
+        """For each piece, who was given it or sent on for it, and by which ask."""
         self._wanted = False
         self.able = False
         """Whether there is a training that a snapshot can be taken of."""
@@ -103,8 +116,8 @@ class StateGiving:
         effects: list[GiveEffect] = []
         asker = self._askers.get(peer)
         match message:
-            case StateAsk(seq=seq):
-                self._asked(peer, seq, epoch, effects, now)
+            case StateAsk():
+                self._asked(peer, message, epoch, effects, now)
             case StateWant(hashes=hashes):
                 self._want(peer, asker, hashes, effects, now)
             case StateDone(seq=seq) if asker is not None and asker.seq == seq:
@@ -136,6 +149,10 @@ class StateGiving:
                 effects += self.lost(peer)
         return effects
 
+    def serves(self, peer: PeerId) -> bool:
+        """Whether a peer has asked for a state, and is not done."""
+        return peer in self._askers
+
     def sent(self, peer: PeerId) -> None:
         """A piece is on its way."""
         asker = self._askers.get(peer)
@@ -160,8 +177,9 @@ class StateGiving:
         return effects
 
     def _asked(
-        self, peer: PeerId, seq: int, epoch: int, effects: list[GiveEffect], now: float
+        self, peer: PeerId, ask: StateAsk, epoch: int, effects: list[GiveEffect], now: float
     ) -> None:
+        seq = ask.seq
         if not 0 <= seq < SEQ_MAX:
             effects.append(Emit(Notice("bad-state-ask", peer, f"number {seq}")))
             return
@@ -169,7 +187,7 @@ class StateGiving:
         if full or not self.able:
             effects.append(Send(peer, StateRefused(seq, "busy" if full else "no-state")))
             return
-        asker = self._askers[peer] = _Asker(seq, now)
+        asker = self._askers[peer] = _Asker(seq, now, ask.shares)
         effects.append(Send(peer, StateComing(seq)))
         newest = self._snapshots[-1] if self._snapshots else None
         if newest is not None and newest.epoch >= epoch:
@@ -210,18 +228,41 @@ class StateGiving:
             return
         asker.heard = now
         lacking: list[bytes] = []
+        elsewhere: dict[PeerId, list[bytes]] = {}
         for piece in hashes:
-            there = any(piece in snapshot.pieces for snapshot in self._snapshots)
-            if there and asker.queued < QUEUE_MAX:
+            if not any(piece in snapshot.pieces for snapshot in self._snapshots):
+                lacking.append(piece)
+                continue
+            holder = self._holder(peer, asker, piece)
+            if holder is not None:
+                elsewhere.setdefault(holder, []).append(piece)
+            elif asker.queued < QUEUE_MAX:
                 asker.queued += 1
                 effects.append(SendPiece(peer, piece))
-            elif not there:
-                lacking.append(piece)
+            else:
+                continue
+            if asker.shares and piece not in asker.asked:
+                self._holders.setdefault(piece, []).append((peer, asker.seq))
+            asker.asked[piece] = None
+        for holder, pieces in elsewhere.items():
+            effects.append(Send(peer, StateElsewhere(tuple(pieces), holder)))
         if lacking:
             effects.append(Send(peer, StateLack(tuple(lacking))))
 
+    def _holder(self, peer: PeerId, asker: _Asker, piece: bytes) -> PeerId | None:
+        """Return who can give a piece to an asker in this peer's place."""
+        if piece in asker.asked:  # those that came after it may wait for it
+            return None
+        line = [
+            holder
+            for holder, seq in self._holders.get(piece, ())
+            if holder != peer and (there := self._askers.get(holder)) and there.seq == seq
+        ]
+        return line[(len(line) - 1) // PASSED_ON] if line else None
+
     def _drop_unused(self, effects: list[GiveEffect]) -> None:
         if not self._askers:
+            self._holders.clear()
             self._snapshots.clear()
             self._wanted = False
         effects.append(DropSnapshots(tuple(s.number for s in self._snapshots)))

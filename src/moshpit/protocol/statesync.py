@@ -9,6 +9,8 @@ donor's manifest says which; any peer may give any piece. `StateFetch`
   who have made an offer: each piece from one donor at a time, a few pieces under way with each;
 - goes on with others where a donor dies, keeps silent, refuses, or lacks a piece. What has
   come stays. Where nobody has the rest of a state any more, another offer takes its place;
+- goes where a donor sends it (`StateElsewhere`): to a *fellow*, which fetches the same and was
+  given the piece before. What does not come from there is asked of the donor again;
 - ends complete, or failed when nobody is left to ask, and always after `FETCH_S_MAX`.
 
 A piece with other bytes than its hash says, or an impossible offer, is told with its sender's
@@ -18,19 +20,20 @@ says so (`arrived`), and it reads the manifest (`ReadManifest`, then `manifest_r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Final, final
 
 import msgspec
 
 from moshpit.events import Notice
 from moshpit.protocol.machine import Emit, Rng, Send, View
+from moshpit.protocol.statewishes import Source, Wishes
 from moshpit.types import PeerId, Role
 from moshpit.wire.transfer import (
     StateAsk,
     StateComing,
     StateDone,
+    StateElsewhere,
     StateLack,
     StateMessage,
     StateOffer,
@@ -43,7 +46,9 @@ WINDOW: Final = 4  # guess: pieces under way with one donor, 2 MB
 ANSWER_S: Final = 3.0  # guess: an answer needs no training step
 OFFER_S: Final = 120.0  # guess: a step, and the hashing of some gigabytes
 STALL_S: Final = 5.0  # guess: for a window of pieces beside an averaging on a thin link
+FELLOW_STALL_S: Final = 15.0  # guess: it may wait for the piece itself
 STALLS_MAX: Final = 2
+FELLOWS_MAX: Final = 16  # guess: as many as a donor serves
 FETCH_S_MAX: Final = 3600.0  # guess
 BEAT_S: Final = 0.5
 HASH_BYTES: Final = 32
@@ -103,20 +108,6 @@ def donors_in(
     return found
 
 
-@dataclass(slots=True)
-class _Donor:
-    """What an asked peer owes."""
-
-    seq: int
-    heard: float
-    coming: bool = False
-    offer: StateOffer | None = None
-    flying: dict[bytes, None] = field(default_factory=dict[bytes, None])
-    lacks: dict[bytes, None] = field(default_factory=dict[bytes, None])
-    stalls: int = 0
-    out: bool = False
-
-
 @final
 class StateFetch:
     """One attempt to get a state.
@@ -128,6 +119,8 @@ class StateFetch:
         rng: in which order to ask.
         seq: the first number for `StateAsk`.
         now: seconds.
+        shares: whether others can be sent to this peer for what it was given.
+        reach: whether another peer can be asked; without it no fellows are.
     """
 
     def __init__(
@@ -139,6 +132,8 @@ class StateFetch:
         rng: Rng,
         seq: int,
         now: float,
+        shares: bool = False,
+        reach: Callable[[PeerId], bool] | None = None,
     ) -> None:
         self._untried = list(candidates)
         rng.shuffle(self._untried)
@@ -146,11 +141,12 @@ class StateFetch:
         self._epoch_min = epoch_min
         self._seq = seq
         self._began = now
-        self._donors: dict[PeerId, _Donor] = {}
+        self._shares = shares
+        self._reach = reach
+        self._donors: dict[PeerId, Source] = {}
         self._offer: StateOffer | None = None
         self._lengths: dict[bytes, int] = {}  # of all pieces that are or were wanted
-        self._wanted: dict[bytes, None] = {}  # not there yet
-        self._have: dict[bytes, None] = {}
+        self._wishes = Wishes(rng)
         self._reading = False
         self._refused: list[tuple[bytes, ...]] = []  # manifests that are no use
         self._incomplete: list[tuple[bytes, ...]] = []  # of states that nobody has in full
@@ -167,6 +163,16 @@ class StateFetch:
             if piece.startswith(name):
                 return piece, self._lengths[piece]
         return None
+
+    def has(self, piece: bytes) -> bool:
+        """Whether a piece is there."""
+        return piece in self._wishes.have
+
+    def coming(self, piece: bytes) -> bool:
+        """Whether somebody was asked for a piece, or will be soon."""
+        return not self.ended and any(
+            piece in source.flying or piece in source.owed for source in self._donors.values()
+        )
 
     # --- events -----------------------------------------------------------------------------
 
@@ -189,11 +195,12 @@ class StateFetch:
             case StateOffer(seq=seq) if seq == donor.seq and donor.offer is None:
                 self._offered(peer, donor, message, effects, now)
             case StateLack(hashes=hashes):
-                for piece in hashes[: 2 * WINDOW]:
-                    if piece in donor.flying:
-                        del donor.flying[piece]
-                        donor.lacks[piece] = None
-                        donor.heard = now
+                for piece in _taken_back(donor, hashes):
+                    donor.lacks[piece] = None
+                    donor.heard = now
+                    self._wishes.release((piece,))
+            case StateElsewhere(hashes=hashes, holder=holder) if not donor.fellow:
+                self._sent_on(donor, _taken_back(donor, hashes), holder, now)
             case StateRefused(seq=seq) if seq == donor.seq:
                 self._give_up(donor)
             case _:
@@ -209,12 +216,12 @@ class StateFetch:
             return effects
         del donor.flying[piece]
         if fault:
+            self._wishes.release((piece,))
             self._blame(peer, donor, fault, effects)
         else:
             donor.heard = now
             donor.stalls = 0
-            self._wanted.pop(piece, None)
-            self._have[piece] = None
+            self._wishes.got(piece)
         self._go_on(effects, now)
         return effects
 
@@ -237,7 +244,7 @@ class StateFetch:
         else:
             self._reading = False
             self._lengths.update(pieces)
-            self._wanted = {piece: None for piece, _ in pieces if piece not in self._have}
+            self._wishes.want([piece for piece, _ in pieces], self._donors.values())
         self._go_on(effects, now)
         return effects
 
@@ -260,16 +267,16 @@ class StateFetch:
             if donor.out:
                 continue
             silent_s = now - donor.heard
-            if donor.offer is None:
+            if donor.offer is None and not donor.fellow:
                 if silent_s > (OFFER_S if donor.coming else ANSWER_S):
                     effects.append(Emit(Notice("state-silent", peer, "it promised no state")))
                     self._give_up(donor)
-            elif donor.flying and silent_s > STALL_S:
+            elif donor.flying and silent_s > (patience_s := _patience_s(donor)):
                 donor.stalls += 1
-                donor.flying.clear()
+                self._let_go(donor)
                 donor.heard = now
                 if donor.stalls >= STALLS_MAX:
-                    detail = f"no piece of its state within {STALLS_MAX * STALL_S:g} s"
+                    detail = f"no piece of its state within {STALLS_MAX * patience_s:g} s"
                     effects.append(Emit(Notice("state-silent", peer, detail)))
                     self._give_up(donor)
         if now - self._began > FETCH_S_MAX:
@@ -286,8 +293,22 @@ class StateFetch:
 
     # --- what follows -----------------------------------------------------------------------
 
+    def _sent_on(self, donor: Source, pieces: list[bytes], holder: bytes, now: float) -> None:
+        """A donor sends this peer to another for pieces, which are asked of it again otherwise."""
+        donor.heard = now
+        fellow = self._donors.get(PeerId(holder))
+        if fellow is None and self._reach is not None and self._reach(PeerId(holder)):
+            fellows = sum(source.fellow for source in self._donors.values())
+            if fellows < FELLOWS_MAX:
+                fellow = self._donors[PeerId(holder)] = Source(0, now, fellow=True)
+        for piece in pieces:
+            if fellow is not None and fellow.gives and piece not in fellow.lacks:
+                fellow.owed[piece] = None
+            else:
+                self._wishes.release((piece,))
+
     def _offered(
-        self, peer: PeerId, donor: _Donor, offer: StateOffer, effects: list[FetchEffect], now: float
+        self, peer: PeerId, donor: Source, offer: StateOffer, effects: list[FetchEffect], now: float
     ) -> None:
         fault = self._offer_fault(offer)
         if fault:
@@ -317,7 +338,7 @@ class StateFetch:
             return
         self._ask_more(effects, now)
         self._choose()
-        if self._offer is not None and not self._wanted:
+        if self._offer is not None and not self._wishes.wanted:
             if self._reading:
                 if not any(isinstance(e, ReadManifest) for e in effects):
                     effects.append(ReadManifest(self._offer))
@@ -325,19 +346,21 @@ class StateFetch:
             effects.append(Fetched(self._offer))
             self._end(effects)
             return
-        self._request(effects)
-        hopes = any(not d.out and d.offer is None for d in self._donors.values())
-        active = any(not d.out for d in self._donors.values())
-        if not active or (self._offer is None and not hopes):
+        self._request(effects, now)
+        donors = [d for d in self._donors.values() if not d.fellow and not d.out]
+        fellows = [d for d in self._donors.values() if d.fellow and d.gives]
+        hopes = any(d.offer is None for d in donors)
+        rest = self._offer is not None and not self._wishes.nobody_has_one(fellows)
+        if not (donors or rest) or (self._offer is None and not hopes):
             self._fail("nobody is left who could give it", effects)
 
     def _ask_more(self, effects: list[FetchEffect], now: float) -> None:
-        active = sum(not donor.out for donor in self._donors.values())
+        active = sum(not donor.out and not donor.fellow for donor in self._donors.values())
         while self._untried and active < DONORS_MAX:
             peer = self._untried.pop(0)
             self._seq += 1
-            self._donors[peer] = _Donor(self._seq, now)
-            effects.append(Send(peer, StateAsk(self._seq)))
+            self._donors[peer] = Source(self._seq, now)
+            effects.append(Send(peer, StateAsk(self._seq, self._shares)))
             active += 1
 
     def _choose(self) -> None:
@@ -346,7 +369,7 @@ class StateFetch:
         if mine is not None and self._stuck():
             self._incomplete.append(mine.manifest)
             self._offer = mine = None
-            self._wanted = {}
+            self._wishes.want((), self._donors.values())
         offers = [
             d.offer
             for d in self._donors.values()
@@ -360,37 +383,49 @@ class StateFetch:
         last = best.manifest_bytes - (len(best.manifest) - 1) * best.piece_bytes
         lengths = [best.piece_bytes] * (len(best.manifest) - 1) + [last]
         self._lengths.update(zip(best.manifest, lengths, strict=True))
-        self._wanted = {piece: None for piece in best.manifest if piece not in self._have}
-        for donor in self._donors.values():
-            donor.flying = {p: None for p in donor.flying if p in self._wanted}
+        self._wishes.want(best.manifest, self._donors.values())
 
     def _stuck(self) -> bool:
         """Whether a piece is wanted that nobody has who has made an offer."""
         active = [d for d in self._donors.values() if d.offer is not None and not d.out]
-        return bool(active) and any(all(piece in d.lacks for d in active) for piece in self._wanted)
+        return bool(active) and self._wishes.nobody_has_one(active)
 
-    def _request(self, effects: list[FetchEffect]) -> None:
-        """Keep the windows of all donors full."""
-        flying = {piece: None for d in self._donors.values() for piece in d.flying}
-        free = [piece for piece in self._wanted if piece not in flying]
-        for peer, donor in self._donors.items():
-            if donor.out or donor.offer is None:
+    def _request(self, effects: list[FetchEffect], now: float) -> None:
+        """Keep the windows of all sources full."""
+        offer = self._offer
+        self._wishes.share_out(
+            [
+                peer
+                for peer, donor in self._donors.items()
+                if donor.offer is not None
+                and not donor.out
+                and offer is not None
+                and donor.offer.manifest == offer.manifest
+            ]
+        )
+        for peer, source in self._donors.items():
+            if not source.gives:
                 continue
-            room = (1 if donor.stalls else WINDOW) - len(donor.flying)
-            ask = [piece for piece in free if piece not in donor.lacks][: max(0, room)]
+            room = (1 if source.stalls else WINDOW) - len(source.flying)
+            idle = not source.flying
+            ask = self._wishes.next(peer, source, room, now)
             if ask:
-                if not donor.flying:
-                    donor.heard = max(donor.heard, self.wakeup - BEAT_S)
-                donor.flying.update(dict.fromkeys(ask))
-                asked = dict.fromkeys(ask)
-                free = [piece for piece in free if piece not in asked]
+                if idle:
+                    source.heard = max(source.heard, self.wakeup - BEAT_S)
                 effects.append(Send(peer, StateWant(tuple(ask))))
 
-    def _give_up(self, donor: _Donor) -> None:
-        donor.out = True
-        donor.flying.clear()
+    def _let_go(self, source: Source) -> None:
+        """Ask others for what a source was asked for."""
+        pieces = [*source.flying, *source.owed]
+        source.flying.clear()
+        source.owed.clear()
+        self._wishes.release(pieces)
 
-    def _blame(self, peer: PeerId, donor: _Donor, fault: str, effects: list[FetchEffect]) -> None:
+    def _give_up(self, donor: Source) -> None:
+        donor.out = True
+        self._let_go(donor)
+
+    def _blame(self, peer: PeerId, donor: Source, fault: str, effects: list[FetchEffect]) -> None:
         effects.append(Emit(Notice("state-refused", peer, fault)))
         self._give_up(donor)
 
@@ -404,3 +439,15 @@ class StateFetch:
             if not donor.out:
                 effects.append(Send(peer, StateDone(donor.seq)))
             donor.flying.clear()
+
+
+def _taken_back(source: Source, hashes: Sequence[bytes]) -> list[bytes]:
+    """Take back those of some pieces that a source was asked for."""
+    found = [piece for piece in hashes[: 2 * WINDOW] if piece in source.flying]
+    for piece in found:
+        del source.flying[piece]
+    return found
+
+
+def _patience_s(source: Source) -> float:
+    return FELLOW_STALL_S if source.fellow else STALL_S

@@ -90,6 +90,11 @@ class StateSync:
         return self._desk.piece_bytes_max
 
     @property
+    def bytes_given(self) -> int:
+        """How many bytes of states were sent to others."""
+        return self._desk.bytes_given
+
+    @property
     def wanted_s(self) -> float:
         """For how many seconds somebody has been waiting for a snapshot; 0: nobody is."""
         since = self._desk.wanted_since
@@ -143,7 +148,14 @@ class StateSync:
         def begin() -> None:
             view = self._driver.node.view
             donors = donors_in(view, self._me, epoch_min, _ending(numel), schema)
-            self._desk.fetch(donors, fetching, size_max, epoch_min)
+            self._desk.fetch(
+                donors,
+                fetching,
+                size_max,
+                epoch_min,
+                shares=view.dialable(self._me),
+                reach=self._reach,
+            )
 
         self._thread.post(begin)
         return fetching
@@ -151,6 +163,12 @@ class StateSync:
     def pause(self, seconds: float) -> None:
         """Let some time pass."""
         self._thread.waiting.event().wait(seconds)
+
+    def _reach(self, peer: PeerId) -> bool:
+        """Whether another peer can be asked for pieces."""
+        view = self._driver.node.view
+        known = peer != self._me and view.reachable(peer)
+        return known and (view.dialable(peer) or view.linked(peer))
 
     def stop(self, fetching: Fetching) -> None:
         """Stop a fetch that is under way."""

@@ -5,7 +5,8 @@
 every one by its hash. Training's side is `moshpit.runtime.states`.
 
 Pieces go over the bulk connections, behind whatever a round has to send to the same peer. A
-snapshot is hashed in a thread of its own.
+snapshot is hashed in a thread of its own. What is fetched is passed on to others that fetch the
+same (`statesharing`), out of the memory that it is assembled in.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from moshpit.protocol.stategiving import (
     StateGiving,
     WantSnapshot,
 )
+from moshpit.protocol.statesharing import ShareEffect, StateSharing
 from moshpit.protocol.statesync import (
     Fetched,
     FetchEffect,
@@ -45,7 +47,7 @@ from moshpit.tensors.image import Manifest, StateAssembler, StateImage, content_
 from moshpit.transport.base import Transport
 from moshpit.types import GroupId, PeerId
 from moshpit.wire.framing import ChunkHeader, ChunkKind
-from moshpit.wire.transfer import StateMessage, StateOffer
+from moshpit.wire.transfer import StateDone, StateMessage, StateOffer, StateWant
 
 
 @dataclass(slots=True)
@@ -67,8 +69,9 @@ class _Given:
 class _Taking:
     """The bytes of one fetch."""
 
-    def __init__(self, machine: StateFetch, size_max: int, fetching: Fetching) -> None:
+    def __init__(self, machine: StateFetch, size_max: int, fetching: Fetching, now: float) -> None:
         self.machine = machine
+        self.sharing = StateSharing(machine, now)
         self.size_max = size_max
         self.fetching = fetching
         self.manifest: dict[bytes, bytes] = {}
@@ -86,6 +89,12 @@ class _Taking:
         else:
             self.manifest[piece] = bytes(data)
         return ""
+
+    def piece(self, piece: bytes) -> bytes | None:
+        """Return a piece that has come."""
+        if piece in self.places and self.assembler is not None and self.machine.has(piece):
+            return self.assembler.chunk(self.places[piece][0])
+        return self.manifest.get(piece)
 
     def read(self, offer: StateOffer, chunk_bytes_max: int) -> list[tuple[bytes, int]]:
         """Read the manifest, and make room for what it names; raises `StateError`."""
@@ -132,8 +141,10 @@ class StateDesk:
         self._giving = StateGiving()
         self._given: dict[int, _Given] = {}
         self._numbers = itertools.count()
-        self._queues: dict[PeerId, deque[bytes]] = {}
+        self._queues: dict[PeerId, deque[tuple[bytes, Callable[[PeerId], None]]]] = {}
         self._taking: _Taking | None = None
+        self._shared: _Taking | None = None
+        """The latest fetch, under way or just ended: what is passed on."""
         self._seq = itertools.count(1, 1000)
         self._rng = rng
         self._timer: asyncio.TimerHandle | None = None
@@ -144,6 +155,8 @@ class StateDesk:
         """Since when somebody waits for a snapshot, by the loop's clock; None: nobody does."""
         self.epoch: Callable[[], int] = lambda: 0
         """Returns the epoch that this peer works on."""
+        self.bytes_given = 0
+        """Of pieces that were sent to others."""
 
     async def close(self) -> None:
         """Give up what is under way."""
@@ -157,6 +170,7 @@ class StateDesk:
         if self._pool is not None:
             self._pool.shutdown()
         self._given.clear()
+        self._shared = None
 
     # --- from the transport -----------------------------------------------------------------
 
@@ -167,13 +181,21 @@ class StateDesk:
         now = self._loop.time()
         if self._taking is not None:
             self._take_effects(self._taking, self._taking.machine.received(peer, message, now))
-        self._give_effects(self._giving.received(peer, message, self.epoch(), now))
+        sharing = self._shared.sharing if self._shared is not None else None
+        if sharing is not None and isinstance(message, StateDone):
+            sharing.lost(peer)
+        if sharing is not None and isinstance(message, StateWant) and not self._giving.serves(peer):
+            self._share_effects(sharing, sharing.wanted(peer, message.hashes, now))
+        else:
+            self._give_effects(self._giving.received(peer, message, self.epoch(), now))
         self._arm()
 
     def lost(self, peer: PeerId) -> None:
         """A peer is gone."""
         self._queues.pop(peer, None)
         self._give_effects(self._giving.lost(peer))
+        if self._shared is not None:
+            self._shared.sharing.lost(peer)
         taking = self._taking
         if taking is not None:
             for key in [key for key in taking.sinks if key[0] == peer]:
@@ -206,30 +228,41 @@ class StateDesk:
     def _arrived(self, peer: PeerId, piece: bytes, fault: str) -> None:
         if self._taking is not None:
             now = self._loop.time()
-            effects = self._taking.machine.arrived(peer, piece, fault, now)
-            self._take_effects(self._taking, effects)
+            taking = self._taking
+            effects = taking.machine.arrived(peer, piece, fault, now)
+            if not fault:
+                self._share_effects(taking.sharing, taking.sharing.arrived(piece))
+            self._take_effects(taking, effects)
             self._arm()
 
     def pump(self, peer: PeerId) -> None:
         """Send what a link takes now."""
         queue = self._queues.get(peer)
         while queue:
-            piece = queue[0]
+            piece, sent = queue[0]
             data = self._piece(piece)
             if data is not None:
                 name = GroupId(piece[:NAME_BYTES])
                 header = ChunkHeader(ChunkKind.STATE, 0, 0, len(data), 0, name, 0.0, 0)
                 if not self._transport.send_chunk(peer, header, memoryview(data)):
                     return
+                self.bytes_given += len(data)
             queue.popleft()
-            self._giving.sent(peer)
+            sent(peer)
 
     # --- fetching ---------------------------------------------------------------------------
 
     def fetch(
-        self, donors: Sequence[PeerId], fetching: Fetching, size_max: int, epoch_min: int
+        self,
+        donors: Sequence[PeerId],
+        fetching: Fetching,
+        size_max: int,
+        epoch_min: int,
+        *,
+        shares: bool = False,
+        reach: Callable[[PeerId], bool] | None = None,
     ) -> None:
-        """Begin to fetch a state; see `StateSync.fetch`."""
+        """Begin to fetch a state; see `StateSync.fetch`, and `StateFetch` for the last two."""
         if self._closed or self._taking is not None:
             fetching.end(None, "closed, or another one is being fetched")
             return
@@ -241,8 +274,10 @@ class StateDesk:
             rng=self._rng,
             seq=next(self._seq),
             now=now,
+            shares=shares,
+            reach=reach,
         )
-        self._taking = _Taking(machine, size_max, fetching)
+        self._taking = self._shared = _Taking(machine, size_max, fetching, now)
         self._take_effects(self._taking, machine.start(now))
         self._arm()
 
@@ -279,7 +314,11 @@ class StateDesk:
 
     def _end(self, taking: _Taking, state: FetchedState | None, reason: str = "") -> None:
         self._taking = None
+        taking.sinks.clear()
+        complete = state is not None
+        self._share_effects(taking.sharing, taking.sharing.ended(complete, self._loop.time()))
         taking.fetching.end(state, reason)
+        self._arm()
 
     # --- giving -----------------------------------------------------------------------------
 
@@ -327,7 +366,23 @@ class StateDesk:
             data = given.piece(piece)
             if data is not None:
                 return data
-        return None
+        return self._shared.piece(piece) if self._shared is not None else None
+
+    def _share_effects(self, sharing: StateSharing, effects: list[ShareEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(peer=peer, message=message):
+                    self._transport.send(peer, message)
+                case Emit(notice=notice):
+                    self._tell(notice)
+                case SendPiece(peer=peer, piece=piece):
+                    self._send(peer, piece, sharing.sent)
+        if sharing.over and self._shared is not None and self._shared.sharing is sharing:
+            self._shared = None
+
+    def _send(self, peer: PeerId, piece: bytes, sent: Callable[[PeerId], None]) -> None:
+        self._queues.setdefault(peer, deque()).append((piece, sent))
+        self.pump(peer)
 
     def _give_effects(self, effects: list[GiveEffect]) -> None:
         for effect in effects:
@@ -339,8 +394,7 @@ class StateDesk:
                 case WantSnapshot():
                     self.wanted_since = self._loop.time()
                 case SendPiece(peer=peer, piece=piece):
-                    self._queues.setdefault(peer, deque()).append(piece)
-                    self.pump(peer)
+                    self._send(peer, piece, self._giving.sent)
                 case DropSnapshots(kept=kept):
                     self._given = {n: g for n, g in self._given.items() if n in kept}
 
@@ -350,7 +404,11 @@ class StateDesk:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        times = [self._giving.wakeup, self._taking.machine.wakeup if self._taking else None]
+        times = [
+            self._giving.wakeup,
+            self._taking.machine.wakeup if self._taking else None,
+            self._shared.sharing.wakeup if self._shared else None,
+        ]
         due = [at for at in times if at is not None]
         if due and not self._closed:
             self._timer = self._loop.call_at(min(due), self._tick)
@@ -360,6 +418,9 @@ class StateDesk:
         now = self._loop.time()
         if self._taking is not None:
             self._take_effects(self._taking, self._taking.machine.tick(now))
+        if self._shared is not None:
+            self._shared.sharing.tick(now)
+            self._share_effects(self._shared.sharing, [])
         self._give_effects(self._giving.tick(now))
         self._arm()
 

@@ -245,6 +245,12 @@ class StateAssembler:
         del self._missing[index]
         return True
 
+    def chunk(self, index: int) -> bytes:
+        """Return the bytes of a chunk that is there."""
+        assert index not in self._missing, "it is not there"
+        start = index * self.manifest.chunk_bytes
+        return bytes(self._data[start : start + self.manifest.length(index)])
+
     def reuse(self, other: StateAssembler) -> int:
         """Take over the chunks that another state has in common with this one; return how many.
         So a joiner whose donors have all moved on fetches only what has changed."""

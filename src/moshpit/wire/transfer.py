@@ -13,6 +13,8 @@ class StateAsk(Message, frozen=True, tag=50):
 
     seq: int
     """Rises with every ask of this peer."""
+    shares: bool = False
+    """Others may be sent to me for pieces that I was given."""
 
 
 class StateComing(Message, frozen=True, tag=51):
@@ -64,9 +66,24 @@ class StateDone(Message, frozen=True, tag=56):
     seq: int
 
 
+class StateElsewhere(Message, frozen=True, tag=57):
+    """``holder`` has these pieces from me, or will soon: please ask it. Who asks me for them again
+    gets them from me."""
+
+    hashes: tuple[bytes, ...]
+    holder: bytes
+
+
 STATE_MESSAGES = (
-    StateAsk, StateComing, StateOffer, StateWant, StateLack, StateRefused, StateDone
+    StateAsk, StateComing, StateOffer, StateWant, StateLack, StateRefused, StateDone, StateElsewhere
 )  # fmt: skip
 StateMessage = (
-    StateAsk | StateComing | StateOffer | StateWant | StateLack | StateRefused | StateDone
+    StateAsk
+    | StateComing
+    | StateOffer
+    | StateWant
+    | StateLack
+    | StateRefused
+    | StateDone
+    | StateElsewhere
 )
