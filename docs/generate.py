@@ -18,7 +18,7 @@ import typer.main
 from moshpit import config, errors
 from moshpit.cli.app import app
 from moshpit.wire import help as help_messages
-from moshpit.wire import links, messages, transfer
+from moshpit.wire import links, messages, parcels, transfer
 
 HERE = Path(__file__).parent
 NOTE = "<!-- Made by docs/generate.py from {source}. Change it there, then run `make docs`. -->\n"
@@ -116,14 +116,14 @@ def error_lines(error: type, depth: int) -> Iterator[str]:
 def messages_page() -> str:
     """The wire's vocabulary, from the schemas."""
     lines = [
-        NOTE.format(source="src/moshpit/wire/{messages,links,help,transfer}.py"),
+        NOTE.format(source="src/moshpit/wire/{messages,links,help,transfer,parcels}.py"),
         "\n# Messages\n\n",
     ]
     lines.append(docstring(messages) + "\n\n")
     lines.append("[protocol.md](../internals/protocol.md) says who sends what to whom, and why.\n")
     structs = [
         thing
-        for module in (messages, links, help_messages, transfer)
+        for module in (messages, links, help_messages, transfer, parcels)
         for thing in vars(module).values()
         if inspect.isclass(thing)
         and issubclass(thing, msgspec.Struct)

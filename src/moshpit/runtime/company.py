@@ -16,7 +16,7 @@ class SwarmStats(msgspec.Struct, frozen=True):
     """Counts over a peer's life; bytes are payload bytes of chunks.
 
     Attributes:
-        bytes_sent, bytes_received: payload of contributions and results.
+        bytes_sent, bytes_received: payload of contributions, results and parcels.
         rounds, rounds_partial, rounds_failed: by outcome, see `moshpit.Outcome`.
         epochs: averagings that ended.
         last_report: what the last of them did.

@@ -43,16 +43,20 @@ from moshpit.protocol.machine import (
 )
 from moshpit.protocol.node import Node
 from moshpit.runtime.bandwidth import LinkWatch
+from moshpit.runtime.company import NUMEL_BYTES, SwarmStats
 from moshpit.runtime.helpdesk import HelpDesk
 from moshpit.runtime.jobs import Averaging
+from moshpit.runtime.parcels import ParcelDesk
 from moshpit.runtime.rounds import Rounds
 from moshpit.runtime.statesync import StateDesk
+from moshpit.runtime.waiting import REAL_TIME, Waiting
 from moshpit.tensors.layout import ChunkPlan
 from moshpit.transport.base import Transport
 from moshpit.types import Address, PeerId, Role
 from moshpit.wire.framing import ChunkHeader, ChunkKind
 from moshpit.wire.help import HELP_MESSAGES
 from moshpit.wire.messages import Admission, AnyMessage, PeerRecord
+from moshpit.wire.parcels import PARCEL_MESSAGES
 from moshpit.wire.transfer import STATE_MESSAGES
 
 CONTACT_RETRY_S = 3.0  # guess: how often the ticket's addresses are tried while alone
@@ -92,6 +96,7 @@ class Driver:
         transport: started by `start`, closed by `close`.
         listeners: whom to tell.
         rng: what its machines draw from.
+        waiting: how training waits for parcels.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class Driver:
         *,
         listeners: Listeners,
         rng: Random | None = None,
+        waiting: Waiting = REAL_TIME,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._transport = transport
@@ -118,6 +124,9 @@ class Driver:
         self._rounds = Rounds(transport)
         self._desk = HelpDesk(transport, self._tell, dial_s=config.transport.dial_timeout_s)
         self.states = StateDesk(transport, self._tell, config.transport.chunk_bytes, self._rng)
+        self.parcels = ParcelDesk(
+            transport, self._tell, waiting, config.transport.chunk_bytes, self._rng.getrandbits(32)
+        )
         self._link = LinkWatch(transport.flow, self._measured, given=record.up)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -204,6 +213,7 @@ class Driver:
         self._link.stop()
         await self._desk.close()
         await self.states.close()
+        self.parcels.close()
         await self._transport.close()
         self._rounds.fail(ClosedError("the swarm was closed"))
 
@@ -226,19 +236,34 @@ class Driver:
         view = self.node.view
         if view.generation != self._generation:
             self._generation = view.generation
+            self.parcels.view(view.live)
             for wanted, future in self._waiters:
                 if not future.done() and wanted(view):
                     future.set_result(None)
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes of chunks, over this peer's life."""
-        return self._rounds.outbox.bytes_sent
+        """Payload bytes of contributions, results and parcels, over this peer's life."""
+        return self._rounds.outbox.bytes_sent + self.parcels.bytes_sent
+
+    def stats(self) -> SwarmStats:
+        """See `Swarm.stats`."""
+        c = self.counters
+        return SwarmStats(
+            bytes_sent=self.bytes_sent,
+            bytes_received=c.payload_received,
+            rounds=c.rounds,
+            rounds_partial=c.rounds_partial,
+            rounds_failed=c.rounds_failed,
+            epochs=c.epochs,
+            last_report=c.last_report,
+        )
 
     # --- what the trainer asks ------------------------------------------------------------
 
     def attach(self, schema: bytes, target: float, epoch: int = 0) -> None:
         """See `Node.attach`."""
+        self.parcels.attach(int.from_bytes(schema[-NUMEL_BYTES:], "little"))
         self._run(self.node.attach(schema, target, self._loop.time(), epoch))
 
     def report_progress(self, samples: float, rate: float, step_s: float) -> None:
@@ -382,6 +407,7 @@ class Driver:
     def on_link(self, peer: PeerId, admission: Admission) -> None:
         """See `moshpit.transport.base.Handler`."""
         self.handle(LinkUp(peer))
+        self.parcels.again(peer)
 
     def on_lost(self, peer: PeerId, refused: bool, detail: str) -> None:
         """See `moshpit.transport.base.Handler`."""
@@ -395,6 +421,8 @@ class Driver:
             self._desk.handle(peer, message)
         elif isinstance(message, STATE_MESSAGES):
             self.states.handle(peer, message)
+        elif isinstance(message, PARCEL_MESSAGES):
+            self.parcels.handle(peer, message)
         else:
             self.handle(Received(peer, message))
 
@@ -402,6 +430,8 @@ class Driver:
         """See `moshpit.transport.base.Handler`."""
         if header.kind is ChunkKind.STATE:
             return self.states.sink(peer, header)
+        if header.kind is ChunkKind.PARCEL:
+            return self.parcels.sink(peer, header)
         sink, fault = self._rounds.sink(peer, header)
         if sink is None:
             self.handle(ChunkArrived(peer, header, fault))
@@ -412,6 +442,10 @@ class Driver:
         assert not self._busy, "a chunk arrived in the middle of another event"
         if header.kind is ChunkKind.STATE:
             self.states.arrived(peer, header)
+            return
+        if header.kind is ChunkKind.PARCEL:
+            self.counters.payload_received += header.length
+            self.parcels.arrived(peer, header)
             return
         fault = self._rounds.arrived(peer, header)
         if fault is None:
@@ -426,10 +460,12 @@ class Driver:
         """See `moshpit.transport.base.Handler`."""
         self._rounds.outbox.pump(peer)
         self.states.pump(peer)
+        self.parcels.pump(peer)
 
     def bulk_reset(self, peer: PeerId) -> None:
         """See `moshpit.transport.base.Handler`."""
         self._rounds.outbox.send_again(peer)
+        self.parcels.again(peer)
 
     def addresses_of(self, peer: PeerId) -> Sequence[Address]:
         """See `moshpit.transport.base.Handler`."""

@@ -19,6 +19,7 @@ from moshpit.runtime.background import Bridge, NetworkThread
 from moshpit.runtime.company import NUMEL_BYTES, SwarmStats, all_attached, check_others
 from moshpit.runtime.driver import Driver, Listeners
 from moshpit.runtime.jobs import Averaging
+from moshpit.runtime.parcels import SwarmParcels
 from moshpit.runtime.record import advertised, own_record
 from moshpit.runtime.states import StateSync
 from moshpit.runtime.told import NoticeLog
@@ -73,6 +74,7 @@ class Swarm:
         self._plan: ChunkPlan | None = None
         self._last_flat: Averaging | None = None
         self._began = False
+        self._parcels: SwarmParcels | None = None
         self._closed = False
         self._close_lock = threading.Lock()
         self._owner = os.getpid()
@@ -84,7 +86,7 @@ class Swarm:
         async def start() -> Driver:
             driver = Driver(
                 signer, record, config, transport,
-                listeners=self._listeners, rng=self._thread.rng,
+                listeners=self._listeners, rng=self._thread.rng, waiting=self._thread.waiting,
             )  # fmt: skip
             try:
                 await driver.start(
@@ -137,6 +139,18 @@ class Swarm:
 
     def _wait_for(self, wanted: Callable[[View], bool], timeout_s: float) -> bool:
         return self._thread.call(self._driver.until(wanted, timeout_s))
+
+    def peers_now(self) -> list[PeerId]:
+        """Return the live workers that average the same as this peer, sorted by id."""
+        return self.parcels.peers_now()
+
+    @property
+    def parcels(self) -> SwarmParcels:
+        """Vectors to and from single peers, for the strategies of `moshpit.baselines`."""
+        if self._parcels is None:
+            driver = self._driver
+            self._parcels = SwarmParcels(self._thread, driver.parcels, lambda: driver.node.view)
+        return self._parcels
 
     # --- averaging ------------------------------------------------------------------------
 
@@ -434,16 +448,7 @@ class Swarm:
 
     def stats(self) -> SwarmStats:
         """Return what this peer has sent, received and averaged so far."""
-        c = self._driver.counters
-        return SwarmStats(
-            bytes_sent=self._driver.bytes_sent,
-            bytes_received=c.payload_received,
-            rounds=c.rounds,
-            rounds_partial=c.rounds_partial,
-            rounds_failed=c.rounds_failed,
-            epochs=c.epochs,
-            last_report=c.last_report,
-        )
+        return self._driver.stats()
 
     # --- life -----------------------------------------------------------------------------
 

@@ -9,10 +9,11 @@ import torch
 from moshpit.types import PeerId
 
 Tag = tuple[int, int]
-"""A parcel's kind and its number, both at least 0 and below 2**63. Sender and receiver agree on
-what they mean, such as (gradients, step)."""
+"""A parcel's kind (at least 0, below 2**32) and number (at least 0, below 2**63). Sender and
+receiver agree on what they mean, such as (gradients, step)."""
 
-TAG_LIMIT = 1 << 63
+KIND_LIMIT = 1 << 32
+NUMBER_LIMIT = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,9 @@ def tag_fault(tag: Tag) -> str:
     """Say what is wrong with a tag; empty if nothing is.
 
     >>> tag_fault((1, 7)), tag_fault((1, -7))
-    ('', 'tag (1, -7): kind and number are at least 0 and below 2**63')
+    ('', 'tag (1, -7): a kind below 2**32 and a number below 2**63, neither negative')
     """
-    if all(0 <= number < TAG_LIMIT for number in tag):
+    kind, number = tag
+    if 0 <= kind < KIND_LIMIT and 0 <= number < NUMBER_LIMIT:
         return ""
-    return f"tag {tag}: kind and number are at least 0 and below 2**63"
+    return f"tag {tag}: a kind below 2**32 and a number below 2**63, neither negative"

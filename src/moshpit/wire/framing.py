@@ -46,6 +46,29 @@ class ChunkKind(IntEnum):
     RESULT = 2
     STATE = 3
     """A piece of a training state; ``group`` is the first half of its hash."""
+    PARCEL = 4
+    """A piece of a parcel: ``group`` is its tag and the sender's session (`parcel_name`),
+    ``ballot`` its serial number, ``chunk`` the number at which the piece begins, ``seats`` how
+    many numbers it has in all, ``mass`` its weight."""
+
+
+_KINDS = frozenset(ChunkKind)
+_PARCEL_NAME = struct.Struct("<QII")
+
+
+def parcel_name(kind: int, number: int, session: int) -> GroupId:
+    """Return what stands in the place of the group in a parcel's chunks.
+
+    >>> read_parcel_name(parcel_name(3, 70, 9))
+    (3, 70, 9)
+    """
+    return GroupId(_PARCEL_NAME.pack(number, kind, session))
+
+
+def read_parcel_name(group: GroupId) -> tuple[int, int, int]:
+    """The inverse of `parcel_name`: kind, number and session."""
+    number, kind, session = _PARCEL_NAME.unpack(group)
+    return kind, number, session
 
 
 class ChunkHeader(msgspec.Struct, frozen=True, gc=False):
@@ -94,7 +117,7 @@ class ChunkHeader(msgspec.Struct, frozen=True, gc=False):
     ) -> ChunkHeader:
         """Read and check a header; raises `WireError` naming the sender."""
         magic, kind, ballot, chunk, length, codec, reach, group, mass, seats = _HEADER.unpack(data)
-        if magic != _MAGIC or kind not in (1, 2, 3):
+        if magic != _MAGIC or kind not in _KINDS:
             raise WireError(sender, "bad-chunk-header", f"magic {magic:#x}, kind {kind}")
         if length > length_max:
             raise WireError(sender, "oversized", f"chunk of {length} bytes, limit {length_max}")

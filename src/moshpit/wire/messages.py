@@ -14,6 +14,7 @@ import msgspec
 from moshpit.wire.base import Message
 from moshpit.wire.help import HelpMessage
 from moshpit.wire.links import LinkMessage
+from moshpit.wire.parcels import ParcelMessage
 from moshpit.wire.shown import Shown
 from moshpit.wire.transfer import StateMessage
 
@@ -349,7 +350,7 @@ AnyMessage = (
     Ping | Ack | PingReq | News | Digest | Difference | ViewAsk | Goodbye
     | Join | JoinAck | JoinRefused | Redirect | Unjoin | Call | CallReply | GroupFormed
     | Beat | GroupAsk | Takeover | Held | Redo | Want | MemberDone | RoundOver | Refusal
-    | LinkMessage | HelpMessage | StateMessage
+    | LinkMessage | HelpMessage | StateMessage | ParcelMessage
 )  # fmt: skip
 
 MEMBERSHIP_MESSAGES = (Ping, Ack, PingReq, News, Digest, Difference, ViewAsk, Goodbye)
