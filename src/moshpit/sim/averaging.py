@@ -269,8 +269,7 @@ class Spreads:
     @property
     def error(self) -> Floats:
         """(rounds + 1,), the standard error of that mean."""
-        deviation: Floats = self.each.std(0, ddof=1)
-        return deviation / np.sqrt(len(self.each))
+        return self.each.std(0, ddof=1) / np.sqrt(len(self.each))
 
     def rounds_until(self, threshold: float) -> Ints:
         """Return, (runs,), after how many rounds the spread was first below a threshold.
@@ -278,7 +277,9 @@ class Spreads:
         A run that never was counts with all its rounds, as in the paper's experiment.
         """
         below = self.each < threshold
-        return np.where(below.any(1), below.argmax(1), self.each.shape[1] - 1)
+        below[:, -1] = True
+        first: Ints = below.argmax(1)
+        return first
 
 
 def measure(
