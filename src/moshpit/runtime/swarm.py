@@ -262,6 +262,11 @@ class Swarm:
         lent: bool = False,
     ) -> Averaging:
         assert self._plan is not None
+        if weight > 0 and not is_finite(vector):
+            raise ConfigError(
+                "the vector holds NaN or infinite values; the others would refuse it. "
+                "With weight 0 it can still be replaced by their mean"
+            )
         job = Averaging(
             vector,
             self._plan,
@@ -380,7 +385,8 @@ class Swarm:
 
         Args:
             vector: float32, one-dimensional, on the CPU, as long as attached; must not be
-                changed until the averaging has ended.
+                changed until the averaging has ended. What is not finite is refused by the others
+                (strategies look for it before they say a weight).
             weight: this peer's mass: the samples behind the snapshot.
             codec: as for `average`.
             feedback: keeps what the codec loses, and adds it the next time; of this vector's
@@ -392,7 +398,7 @@ class Swarm:
                 for all peers.
             fill_s: the vector is complete only bit by bit, as `Averaging.ready` says, in about so
                 many seconds, and so is the mean, see `Averaging.means`. All peers must do so: their
-                chunks go in another order. What is not finite is refused by the others.
+                chunks go in another order.
 
         Raises:
             LayoutError, ConfigError: a vector or weight that cannot be averaged.
@@ -433,11 +439,6 @@ class Swarm:
             raise ConfigError(
                 f"vector of shape {tuple(vector.shape)} and {vector.dtype}: "
                 f"expected ({self._numel},) and torch.float32, as attached"
-            )
-        if weight > 0 and job.filling is None and not is_finite(vector):
-            raise ConfigError(
-                "the vector holds NaN or infinite values; the others would refuse it. "
-                "With weight 0 it can still be replaced by their mean"
             )
         self._due_epoch = -1
         self._samples_due = False

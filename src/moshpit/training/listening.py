@@ -15,9 +15,9 @@ from typing import Final, final
 import torch
 
 from moshpit.events import EpochReport, Outcome
+from moshpit.tensors.reduce import is_finite
 from moshpit.training.averager import Averager, Averaging
 from moshpit.training.strategies import Strategy
-from moshpit.training.tensors import is_finite
 
 log = logging.getLogger("moshpit.training")
 

@@ -19,6 +19,7 @@ from moshpit.errors import ClosedError, ConfigError, LocalError, MoshpitError
 from moshpit.events import EpochReport, Outcome
 from moshpit.runtime import leaving
 from moshpit.runtime.ambient import get_resume
+from moshpit.tensors.reduce import is_finite
 from moshpit.training.averager import Averager, Averaging
 from moshpit.training.checkpoint import Checkpoint
 from moshpit.training.exchange import Exchange
@@ -28,7 +29,6 @@ from moshpit.training.standing import LOOK_S, Standing
 from moshpit.training.stats import Pace, TrainingStats
 from moshpit.training.strategies import Closure, Snapshot, Strategy
 from moshpit.training.strategies.base import Handle
-from moshpit.training.tensors import is_finite
 from moshpit.types import short
 
 log = logging.getLogger("moshpit.training")

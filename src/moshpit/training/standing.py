@@ -28,13 +28,14 @@ from moshpit.errors import ConfigError, DriftError, StateError
 from moshpit.runtime.company import NUMEL_BYTES
 from moshpit.runtime.states import FetchedState, StateSync
 from moshpit.tensors.image import CHUNK_BYTES_MIN
+from moshpit.tensors.reduce import is_finite
 from moshpit.training.averager import Averager
 from moshpit.training.checkpoint import Checkpoint
 from moshpit.training.listening import LOOK_S as LISTEN_S
 from moshpit.training.listening import Listener
 from moshpit.training.state import MODEL, Stateful, TrainingState
 from moshpit.training.strategies import Strategy
-from moshpit.training.tensors import buffers_of, is_finite
+from moshpit.training.tensors import buffers_of
 
 log = logging.getLogger("moshpit.training")
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from moshpit.errors import ConfigError
+from moshpit.tensors.reduce import is_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +88,6 @@ def forget_nonfinite_statistics(
 def first_nonfinite(tensors: Sequence[Named]) -> str | None:
     """Return the name of the first tensor that holds NaN or infinity, or None."""
     return next((t.name for t in tensors if not is_finite(t.tensor)), None)
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no element is NaN or infinite."""
-    # A finite sum has finite terms only, and is ten times as fast; the sum of finite terms may
-    # still overflow, so that what is not finite is looked at again.
-    if math.isfinite(tensor.sum().item()):
-        return True
-    return bool(torch.isfinite(tensor).all().item())
 
 
 def _is_statistic(value: object, parameter: torch.Tensor) -> bool:

@@ -24,12 +24,12 @@ from moshpit.errors import ConfigError
 from moshpit.events import EpochReport
 from moshpit.tensors.codecs import ErrorFeedback, codec_named
 from moshpit.tensors.layout import VectorLayout
+from moshpit.tensors.reduce import is_finite
 from moshpit.training.averager import Averaging
 from moshpit.training.tensors import (
     Named,
     buffers_of,
     first_nonfinite,
-    is_finite,
     parameters_of,
 )
 

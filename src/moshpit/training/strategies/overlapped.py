@@ -23,6 +23,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from moshpit.errors import ConfigError, LocalError
+from moshpit.tensors.reduce import is_finite
 from moshpit.training.averager import Averaging
 from moshpit.training.piecewise import GlobalStep, Needs, Piece, PiecewiseStep
 from moshpit.training.strategies.base import Closure, Handle, Snapshot, Strategy
@@ -36,7 +37,6 @@ from moshpit.training.tensors import (
     buffers_of,
     fingerprint,
     first_nonfinite,
-    is_finite,
     parameters_of,
 )
 
