@@ -20,9 +20,11 @@ from .child import PORT, Process
 from .network import Network, Site, network
 from .record import Event, Record
 from .schedule import Fault, Kind, Place
+from .verdict import healed_at
 
 START_S = 240.0  # patience with the peers' start; only a failing run needs it
 FINISH_S = 240.0  # and with their end
+SETTLE_S = 120.0  # and with their coming together
 CLOSE_S = 60.0
 LOOK_EVERY_S = 1.0
 DISK_MB = 24  # room for a few checkpoints of the demo's model
@@ -126,6 +128,7 @@ class Chaos:
         after so many seconds."""
         self._begin(where, first)
         self._carry_out(faults, self.record.began + seconds)
+        self._settle()
         self._finish(max(p.process.life.epoch for p in self._living()) + EPOCHS_TO_FINISH)
         return self.record
 
@@ -165,6 +168,12 @@ class Chaos:
                 self._mend(number, fault)
         self.record.calm = time.monotonic()
         self._listen_until(until)
+
+    def _settle(self) -> None:
+        """Wait until all have come together, if they have not; a busy machine needs its time."""
+        deadline = time.monotonic() + SETTLE_S
+        while healed_at(self.record) is None and time.monotonic() < deadline:
+            self._listen_until(time.monotonic() + LOOK_EVERY_S)
 
     def _finish(self, epoch: int, patience_s: float = FINISH_S) -> None:
         self.record.told = time.monotonic()

@@ -6,7 +6,7 @@ from statistics import median
 
 from .record import Life, Record
 from .schedule import Fault, Kind
-from .verdict import growth, healed_at, longest_gap, waited_s
+from .verdict import growth, healed_at, healing_epochs, longest_gap, waited_s
 
 COLUMNS = 100
 SIGN = {
@@ -114,7 +114,8 @@ def figures(record: Record) -> list[str]:
     lines.append(f"longest time without a new epoch: {gap:.1f} s, from {at - record.began:.0f} s")
     if healed is not None:
         late = max(0.0, healed - record.calm)
-        lines.append(f"all together {late:.1f} s after the last fault")
+        epochs = healing_epochs(record, healed)
+        lines.append(f"all together {late:.1f} s after the last fault, after {epochs} epochs")
     grown = [g for g in map(growth, record.last_lives) if g is not None]
     if grown:
         most = [max(values) for values in zip(*grown, strict=True)]

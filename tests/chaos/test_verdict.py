@@ -161,7 +161,18 @@ def test_together_is_for_good() -> None:
     for event in late.lives[1].events[2:-1]:
         event["at"] += 30.0
     assert healed_at(late) == 148.0
-    assert "not together until 38 s after the last fault" in judge(late)[0]
+    assert judge(late)[0].startswith("not together: "), "only after they were to finish"
+
+
+def test_coming_together_takes_few_epochs() -> None:
+    slow = record(life(0, epochs=40), life(1, epochs=40))
+    slow.told = 142.0
+    for event in slow.lives[1].events[3:25]:
+        event["peers"] = 1
+    assert healed_at(slow) == 123.0
+    assert judge(slow) == ["together only 13 epochs after the last fault was over"]
+    slow.lives[1].events[1]["at"] = 115.0  # it had just been started
+    assert judge(slow) == []
 
 
 def test_losses_are_compared_at_equal_samples() -> None:

@@ -9,6 +9,7 @@ from .record import Life, Record
 
 BUSY_S = 5.0  # what a crowded machine may add to any wait; none of ours
 GRACE_S = 30.0
+HEALING_EPOCHS = 10
 STILL_S = 60.0  # so long nobody may be without an epoch, whatever is done
 THREADS_MORE = 4
 SOCKETS_MORE = 8  # a link and its stripes may be renewed when we look
@@ -67,16 +68,25 @@ def waited_s(life: Life, began: float, seconds: float) -> float:
 
 
 def all_together(record: Record) -> list[str]:
-    """In the calm after the faults all come together: see each other, at one epoch."""
+    """After the faults all come together: see each other, at one epoch, within some epochs."""
     healed = healed_at(record)
-    if healed is not None and healed <= record.told:
-        return []
-    last = {life.peer: life.last_of("epoch") or {} for life in record.last_lives}
-    told = ", ".join(
-        f"p{peer} at epoch {e.get('epoch')} with {e.get('peers')}" for peer, e in last.items()
-    )
-    when = "" if healed is None else f" until {healed - record.calm:.0f} s after the last fault"
-    return [f"not together{when}: {told}"]
+    if healed is None or healed > record.told:
+        last = {life.peer: life.last_of("epoch") or {} for life in record.last_lives}
+        told = (f"p{p} at epoch {e.get('epoch')} with {e.get('peers')}" for p, e in last.items())
+        return [f"not together: {', '.join(told)}"]
+    took = healing_epochs(record, healed)
+    if took > HEALING_EPOCHS:
+        return [f"together only {took} epochs after the last fault was over"]
+    return []
+
+
+def healing_epochs(record: Record, healed: float) -> int:
+    """Return how many epochs it took from when all was well, and everybody had started."""
+    started = [e["at"] for life in record.last_lives for e in life.all_of("training")[:1]]
+    well = max(record.calm, *started)
+    told = [(e["at"], e["epoch"]) for life in record.lives for e in life.all_of("epoch")]
+    before = max((epoch for at, epoch in told if at <= well), default=0)
+    return max(0, max((epoch for at, epoch in told if at <= healed), default=0) - before)
 
 
 def healed_at(record: Record) -> float | None:
