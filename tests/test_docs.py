@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import os
@@ -129,3 +130,61 @@ def generator() -> ModuleType:
 def test_generated_pages_are_current(generator: ModuleType, name: str) -> None:
     page = DOCS / "reference" / name
     assert generator.pages()[page] == page.read_text(encoding="utf-8"), "run `make docs`"
+
+
+# --- the table of faults ------------------------------------------------------------------------
+
+FAULTS = DOCS / "reference" / "faults.md"
+ROOT = DOCS.parent
+FRAGMENT_MIN = 4  # letters; shorter ones say nothing
+
+
+def rows_of_faults() -> list[list[str]]:
+    """The cells of each row: what is done, what is seen, what is lost, the proof."""
+    lines = FAULTS.read_text(encoding="utf-8").splitlines()
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"
+    ]
+    return [row for row in rows if row[0] != "what is done" and not row[0].startswith("---")]
+
+
+def words_of_the_program() -> str:
+    """Every string in the source that is no docstring, and the names of its errors."""
+    words: list[str] = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        explained = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.ClassDef):
+                words.append(node.name)
+            elif isinstance(node, ast.Constant) and id(node) not in explained:
+                words.append(str(node.value))
+    return "\0".join(words)
+
+
+def test_every_fault_names_a_test_that_exists() -> None:
+    rows = rows_of_faults()
+    assert len(rows) > 40
+    wrong: list[str] = []
+    for row in rows:
+        assert len(row) == 4, row
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row[3])
+        if not named and "trusted" not in row[2]:
+            wrong.append(f"{row[0]}: no test")
+        for file, test in named:
+            path = ROOT / file
+            if not path.is_file() or not re.search(rf"^def {test}\(", path.read_text(), re.M):
+                wrong.append(f"{row[0]}: there is no {file}::{test}")
+    assert wrong == []
+
+
+def test_messages_of_faults_are_the_programs() -> None:
+    words = words_of_the_program()
+    wrong: list[str] = []
+    for row in rows_of_faults():
+        for message in re.findall(r"`([^`]+)`", row[1]):
+            for fragment in re.split(r"…|: ", message):
+                said = fragment.strip(" :;,.")
+                if len(said) >= FRAGMENT_MIN and said not in words:
+                    wrong.append(f"{row[0]}: nothing in the source says {said!r}")
+    assert wrong == []

@@ -221,6 +221,8 @@ class _Draw:
 
     def _one(self, at: float) -> Fault | None:
         kinds = [k for k in WEIGHT if k in self._setup.kinds]
+        if not kinds:
+            return None
         kind = _weighed(self._rng, kinds)
         until = at + self._lasting(kind)
         peers = self._whom(kind, at, until)

@@ -12,7 +12,7 @@ from .__main__ import run
 from .controller import Training
 from .report import figures, timeline
 from .run import disturbed
-from .schedule import Kind, Setup
+from .schedule import BLACKOUT_RUN_S_MIN, Kind, Setup, draw
 from .verdict import judge
 
 SHORT = Setup(
@@ -32,6 +32,20 @@ def test_a_short_run(tmp_path: Path) -> None:
     print(*timeline(record), *figures(record), sep="\n")
     assert judge(record) == []
     assert loss < 0.6 * UNTRAINED
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@needs_namespaces
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_kind_alone(kind: Kind, tmp_path: Path) -> None:
+    seconds = BLACKOUT_RUN_S_MIN if kind is Kind.BLACKOUT else 40.0
+    setup = Setup(4, seconds, first_s=2.0, calm_s=10.0, gap_s=5.0, kinds=(kind,))
+    seed = next(seed for seed in range(100) if draw(seed, setup))
+    record, _ = disturbed(seed, setup, Training(samples=192.0), tmp_path / "run", print)
+    print(*timeline(record), *figures(record), sep="\n")
+    assert {fault.kind for fault in record.faults} == {kind}
+    assert judge(record) == []
 
 
 @pytest.mark.soak
