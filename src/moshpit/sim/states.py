@@ -29,6 +29,7 @@ from moshpit.protocol.stategiving import (
     StateGiving,
     WantSnapshot,
 )
+from moshpit.protocol.statesharing import ShareEffect, StateSharing
 from moshpit.protocol.statesync import (
     Fetched,
     FetchEffect,
@@ -46,7 +47,7 @@ from moshpit.sim.store import Manifest, Payload, Piece
 from moshpit.sim.trainer import SCHEMA
 from moshpit.types import GroupId, PeerId
 from moshpit.wire.framing import ChunkHeader, ChunkKind
-from moshpit.wire.transfer import STATE_MESSAGES, StateOffer
+from moshpit.wire.transfer import STATE_MESSAGES, StateDone, StateOffer, StateWant
 
 BEHIND_MAX = 1  # epochs that do no harm, as in moshpit.training.standing
 PATIENCE_S = 3.0  # how long an asker waits for the end of an averaging, there too
@@ -62,6 +63,12 @@ def name_of(piece: Piece | Manifest) -> bytes:
     else:
         data = struct.pack("<q", piece.epoch) + b"".join(piece.names)
     return hashlib.blake2b(data, digest_size=_HASH_BYTES).digest()
+
+
+def _can_ask(process: Process, peer: PeerId) -> bool:
+    view = process.node.view
+    known = peer != process.peer and view.reachable(peer)
+    return known and (view.dialable(peer) or view.linked(peer))
 
 
 class Image:
@@ -88,6 +95,7 @@ class _Taking:
     """One attempt to get a state."""
 
     machine: StateFetch
+    sharing: StateSharing
     manifest: Manifest | None = None
     pieces: dict[bytes, Piece | Manifest] = field(default_factory=dict[bytes, Piece | Manifest])
 
@@ -98,13 +106,14 @@ class Desk:
     Attributes:
         giving: its side as a donor.
         taking: its side as a joiner, while it is one.
+        shared: its latest fetch, whose pieces it passes on.
         wanted_s: since when somebody waits for a snapshot.
         tries: how often it has asked since it fell behind.
         seq: the number of its latest attempt.
         timer: when it is to be looked at.
     """
 
-    __slots__ = ("giving", "images", "rng", "seq", "taking", "timer", "tries", "wanted_s")
+    __slots__ = ("giving", "images", "rng", "seq", "shared", "taking", "timer", "tries", "wanted_s")
 
     def __init__(self, rng: Rng) -> None:
         self.giving = StateGiving()
@@ -112,6 +121,7 @@ class Desk:
         self.images: dict[int, Image] = {}
         self.rng = rng
         self.taking: _Taking | None = None
+        self.shared: _Taking | None = None
         self.wanted_s: float | None = None
         self.tries = 0
         self.seq = 0
@@ -223,13 +233,23 @@ class Desks:
                 self._take(
                     process, desk, desk.taking.machine.received(event.peer, event.message, now)
                 )
-            self._give(process, desk, desk.giving.received(event.peer, event.message, epoch, now))
+            shared, message = desk.shared, event.message
+            if shared is not None and isinstance(message, StateDone):
+                shared.sharing.lost(event.peer)
+            fellow = shared is not None and not desk.giving.serves(event.peer)
+            if shared is not None and fellow and isinstance(message, StateWant):
+                effects = shared.sharing.wanted(event.peer, message.hashes, now)
+                self._share(process, desk, shared, effects)
+            else:
+                self._give(process, desk, desk.giving.received(event.peer, message, epoch, now))
         elif type(event) is ChunkArrived:
             if event.header.kind is not ChunkKind.STATE:
                 return False
             self._arrived(process, desk, event, payload)
         elif type(event) is LinkDown:
             self._give(process, desk, desk.giving.lost(event.peer))
+            if desk.shared is not None:
+                desk.shared.sharing.lost(event.peer)
             if desk.taking is not None:
                 effects = desk.taking.machine.lost(event.peer, self._clock(process))
                 self._take(process, desk, effects)
@@ -257,6 +277,8 @@ class Desks:
             taking.pieces[piece] = payload
         self._checks.judged(self._schedule.now, process, event.peer, fault)
         effects = taking.machine.arrived(event.peer, piece, fault, self._clock(process))
+        if not fault:
+            self._share(process, desk, taking, taking.sharing.arrived(piece))
         self._take(process, desk, effects)
 
     # --- fetching -------------------------------------------------------------------------
@@ -279,9 +301,11 @@ class Desks:
             rng=desk.rng,
             seq=desk.seq,
             now=now,
+            shares=view.dialable(process.peer),
+            reach=lambda peer: _can_ask(process, peer),
         )
         desk.seq += 1000
-        desk.taking = _Taking(machine)
+        desk.taking = desk.shared = _Taking(machine, StateSharing(machine, now))
         self._take(process, desk, machine.start(now))
         self._arm(process, desk)
 
@@ -318,7 +342,7 @@ class Desks:
         taking = desk.taking
         assert taking is not None, "it says so"
         assert taking.manifest is not None, "the manifest comes first"
-        desk.taking = None
+        self._end(process, desk, taking, complete=True)
         values: list[float] = []
         for name in taking.manifest.names:
             piece = taking.pieces[name]
@@ -339,13 +363,35 @@ class Desks:
 
     def _give_up(self, process: Process, desk: Desk) -> None:
         """Go on with the own values; the next mean brings them back."""
-        desk.taking = None
+        if desk.taking is not None:
+            self._end(process, desk, desk.taking, complete=False)
         desk.giving.able = True
         process.trainer.epoch = process.node.epoch
         self._training.declare(process, SCHEMA, 0)
         self._training.restored(process, None)
 
+    def _end(self, process: Process, desk: Desk, taking: _Taking, *, complete: bool) -> None:
+        desk.taking = None
+        effects = taking.sharing.ended(complete, self._clock(process))
+        self._share(process, desk, taking, effects)
+        self._arm(process, desk)
+
     # --- giving ---------------------------------------------------------------------------
+
+    def _share(
+        self, process: Process, desk: Desk, taking: _Taking, effects: list[ShareEffect]
+    ) -> None:
+        for effect in effects:
+            match effect:
+                case Send(peer=peer, message=message):
+                    self._network.send(process, peer, message)
+                case Emit(notice=notice):
+                    self._checks.told(self._schedule.now, process, notice)
+                case SendPiece(peer=peer, piece=piece):
+                    self._send_piece(process, desk, peer, piece)
+                    taking.sharing.sent(peer)
+        if taking.sharing.over and desk.shared is taking:
+            desk.shared = None
 
     def _give(self, process: Process, desk: Desk, effects: list[GiveEffect]) -> None:
         for effect in effects:
@@ -358,12 +404,15 @@ class Desks:
                     desk.wanted_s = self._schedule.now
                 case SendPiece(peer=peer, piece=piece):
                     self._send_piece(process, desk, peer, piece)
+                    desk.giving.sent(peer)
                 case DropSnapshots(kept=kept):
                     desk.images = {n: image for n, image in desk.images.items() if n in kept}
 
     def _send_piece(self, process: Process, desk: Desk, peer: PeerId, name: bytes) -> None:
         held = (image.pieces.get(name) for image in desk.images.values())
         piece = next((piece for piece in held if piece is not None), None)
+        if piece is None and desk.shared is not None:
+            piece = desk.shared.pieces.get(name)
         if piece is not None:
             length = self._piece_bytes if type(piece) is Piece else self._manifest_bytes
             if process.corrupt and type(piece) is Piece:
@@ -372,7 +421,6 @@ class Desks:
             header = ChunkHeader(ChunkKind.STATE, 0, 0, length, 0, group, 0.0, 0)
             event = ChunkArrived(process.peer, header, "")
             self._network.send_chunk(process, peer, event, piece)
-        desk.giving.sent(peer)
 
     # --- time -----------------------------------------------------------------------------
 
@@ -380,7 +428,11 @@ class Desks:
         return self._schedule.now + process.offset
 
     def _arm(self, process: Process, desk: Desk) -> None:
-        wakeups = (desk.giving.wakeup, desk.taking.machine.wakeup if desk.taking else None)
+        wakeups = (
+            desk.giving.wakeup,
+            desk.taking.machine.wakeup if desk.taking else None,
+            desk.shared.sharing.wakeup if desk.shared else None,
+        )
         due = min((at for at in wakeups if at is not None), default=None)
         if due is None:
             return
@@ -405,6 +457,9 @@ class Desks:
         now = self._clock(process) + 1e-6
         if desk.taking is not None and desk.taking.machine.wakeup <= now:
             self._take(process, desk, desk.taking.machine.tick(now))
+        if desk.shared is not None:
+            desk.shared.sharing.tick(now)
+            self._share(process, desk, desk.shared, [])
         if desk.giving.wakeup is not None and desk.giving.wakeup <= now:
             self._give(process, desk, desk.giving.tick(now))
         self._arm(process, desk)
