@@ -70,6 +70,8 @@ def main() -> None:
     parser.add_argument("--peers", type=int, default=1)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--samples", type=float, default=256.0)
+    parser.add_argument("--directory", default=None)
+    parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
@@ -85,7 +87,13 @@ def main() -> None:
         )
         inner = torch.optim.AdamW(model.parameters(), lr=0.01)
         strategy = the_strategy(args.strategy, args.samples)
-        optimizer = moshpit.Optimizer(inner, swarm, strategy, batch_size=BATCH, model=model)
+        checkpoint = None
+        if args.directory is not None:
+            checkpoint = moshpit.Checkpoint(args.directory, keep=3, resume=args.resume)
+        optimizer = moshpit.Optimizer(
+            inner, swarm, strategy, batch_size=BATCH, model=model, checkpoint=checkpoint
+        )
+        say("begins", epoch=optimizer.epoch)
         epoch = -1
         while optimizer.epoch < orders.last_epoch:
             x = torch.randn(BATCH, 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from moshpit.identity.tickets import RunKey
+from moshpit.training.shelf import saved_in
 from moshpit.types import Address
 
 from .harness import free_port
@@ -36,13 +38,17 @@ class Job:
         self._folder, self._args = folder, args
         self.peers: list[Peer] = []
 
-    def add(self, *args: str) -> Peer:
+    def add(self, *args: str, port: int = 0) -> Peer:
         number = len(self.peers)
-        listen = f"127.0.0.1:{self._port if number == 0 else 0}"
+        listen = f"127.0.0.1:{self._port if number == 0 else port}"
         command = ["--ticket", self._ticket, "--listen", listen, *self._args, *args]
         peer = Peer(command, self._folder / f"stderr{number}")
         self.peers.append(peer)
         return peer
+
+    def at_contact(self, *args: str) -> Peer:
+        """Start a peer where the ticket says that somebody is."""
+        return self.add(*args, port=self._port)
 
     def finish(self, peers: list[Peer], after: int = 4) -> list[Event]:
         """Have peers train on for some epochs and end; return what they say then."""
@@ -200,3 +206,96 @@ def test_who_was_paused_comes_back(strategy: str, tmp_path: Path) -> None:
         paused.process.send_signal(signal.SIGCONT)
         paused.expect("epoch", epoch=before + 4, caught_up=1)
         check_all_alike(peers, running.finish(peers))
+
+
+# --- the last peer, and none ----------------------------------------------------------------
+
+
+def test_the_last_peer_trains_on_and_others_join_it(tmp_path: Path) -> None:
+    """Also where those that are gone were the address in the ticket."""
+    with job(tmp_path, "--strategy", "diloco") as running:
+        contact, last = start_two(running)
+        contact.process.kill()
+        before = last.epoch
+        last.expect("epoch", epoch=before + 3)
+        again = running.at_contact("--seed", "7", "--peers", "2")
+        first = again.expect("epoch", epoch=1)
+        assert first["caught_up"] >= 1, again.errors
+        peers = [last, again]
+        check_all_alike(peers, running.finish(peers))
+
+
+def kill_all(peers: list[Peer]) -> None:
+    for peer in peers:
+        peer.process.kill()
+    for peer in peers:
+        peer.process.wait()
+
+
+def epochs_in(directory: Path) -> list[int]:
+    return sorted({saved.epoch for saved in saved_in(directory)}, reverse=True)
+
+
+def forget(directory: Path, epochs: list[int]) -> None:
+    """What this peer's disk has lost, or has never got."""
+    for saved in saved_in(directory):
+        if saved.epoch in epochs:
+            shutil.rmtree(saved.path)
+
+
+def test_all_die_and_start_again_from_the_newest_epoch_that_all_hold(tmp_path: Path) -> None:
+    folders = [tmp_path / "ckpt0", tmp_path / "ckpt1"]
+    with job(tmp_path, "--strategy", "gradients", "--peers", "2") as running:
+        both = [running.add("--seed", "0", "--directory", str(f)) for f in folders]
+        for peer in both:
+            peer.expect("epoch", epoch=5)
+        kill_all(both)
+        common = sorted(set(epochs_in(folders[0])) & set(epochs_in(folders[1])))
+        assert len(common) >= 2
+        newer = [e for e in epochs_in(folders[1]) if e > common[0]]
+        forget(folders[1], newer)
+        newest = epochs_in(folders[0])[0]
+        resume = ("--seed", "9", "--resume", "--directory")
+        again = [
+            running.at_contact(*resume, str(folders[0])),
+            running.add(*resume, str(folders[1])),
+        ]
+        for peer in again:
+            assert peer.expect("begins")["epoch"] == common[0] < newest, peer.errors
+        words = again[0].errors + again[1].errors
+        assert f"starting again from epoch {common[0]}, the newest that all 2 peers" in words
+        assert f"(the newest of all is {newest})" in words
+        assert f"epoch {common[0]}, as " in words
+        ends = running.finish(again, after=3)
+        check_all_alike(again, ends)
+        assert all(end["caught_up"] == 0 for end in ends), "nothing had to be fetched"
+
+
+@LONG
+@pytest.mark.parametrize("strategy", ["gradients", "diloco", "local"])
+def test_who_holds_nothing_fetches_what_the_others_start_from(
+    strategy: str, tmp_path: Path
+) -> None:
+    folders = [tmp_path / f"ckpt{i}" for i in range(3)]
+    with job(tmp_path, "--strategy", strategy, "--peers", "3") as running:
+        three = [running.add("--seed", "0", "--directory", str(f)) for f in folders]
+        for peer in three:
+            peer.expect("epoch", epoch=5)
+        kill_all(three)
+        shutil.rmtree(folders[2])
+        forget(folders[1], epochs_in(folders[1])[1:])
+        forget(folders[0], epochs_in(folders[1]))
+        newest = max(epochs_in(folders[0])[0], epochs_in(folders[1])[0])
+        resume = ("--seed", "9", "--resume", "--directory")
+        again = [running.at_contact(*resume, str(folders[0]))]
+        again += [running.add(*resume, str(f)) for f in folders[1:]]
+        for peer in again:
+            peer.expect("begins")
+        ends = running.finish(again, after=newest + 4)
+        words = "".join(peer.errors for peer in again)
+        assert f"no epoch is held by all 3 peers that resume: starting again from {newest}" in (
+            words.replace("from epoch", "from")
+        )
+        assert "this peer holds none and will fetch the state" in words
+        check_all_alike(again, ends)
+        assert ends[2]["caught_up"] >= 1

@@ -5,13 +5,14 @@ The network's side is `moshpit.runtime.statesync`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from moshpit.protocol.statesync import donors_in
 from moshpit.runtime.background import Bridge
 from moshpit.runtime.company import NUMEL_BYTES
+from moshpit.runtime.reunion import Choosing
 from moshpit.runtime.waiting import REAL_TIME, Waiting
 from moshpit.tensors.image import StateAssembler, StateImage
 from moshpit.types import PeerId
@@ -99,6 +100,27 @@ class StateSync:
         """For how many seconds somebody has been waiting for a snapshot; 0: nobody is."""
         since = self._desk.wanted_since
         return 0.0 if since is None else max(1e-9, self._thread.waiting.clock() - since)
+
+    @property
+    def company(self) -> int:
+        """How many live peers average what this one does, this one included."""
+        view = self._driver.node.view
+        mine = view.me.schema
+        records = [view.record(peer) for peer in list(view.live)]
+        return sum(record is not None and record.schema == mine for record in records)
+
+    def reunite(self, held: Sequence[int], company: int, wait_s: float) -> Choosing:
+        """Begin to agree with all who resume on an epoch to start from.
+
+        Args:
+            held: the epochs that this peer can begin with.
+            company: how many peers trained when the newest of them was saved; 0: unknown.
+            wait_s: how long to wait for so many at most.
+        """
+        choosing = Choosing(self._thread.waiting)
+        desk, view = self._desk.reunion, self._driver.node.view
+        self._thread.post(desk.begin, view, held, company, wait_s, choosing)
+        return choosing
 
     def able(self, able: bool) -> None:
         """Say whether this peer has a training that snapshots can be taken of."""

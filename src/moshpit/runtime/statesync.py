@@ -42,12 +42,13 @@ from moshpit.protocol.statesync import (
     ReadManifest,
     StateFetch,
 )
+from moshpit.runtime.reunion import ReunionDesk
 from moshpit.runtime.states import FetchedState, Fetching
 from moshpit.tensors.image import Manifest, StateAssembler, StateImage, content_hash
 from moshpit.transport.base import Transport
 from moshpit.types import GroupId, PeerId
 from moshpit.wire.framing import ChunkHeader, ChunkKind
-from moshpit.wire.transfer import StateDone, StateMessage, StateOffer, StateWant
+from moshpit.wire.transfer import StateDone, StateHeld, StateMessage, StateOffer, StateWant
 
 
 @dataclass(slots=True)
@@ -155,6 +156,7 @@ class StateDesk:
         """Since when somebody waits for a snapshot, by the loop's clock; None: nobody does."""
         self.epoch: Callable[[], int] = lambda: 0
         """Returns the epoch that this peer works on."""
+        self.reunion = ReunionDesk(transport, tell)
         self.bytes_given = 0
         """Of pieces that were sent to others."""
 
@@ -165,6 +167,7 @@ class StateDesk:
             self._timer.cancel()
         if self._taking is not None:
             self._taking.fetching.end(None, "the swarm was closed")
+        self.reunion.close()
         if self._hashing is not None:
             await asyncio.gather(self._hashing, return_exceptions=True)
         if self._pool is not None:
@@ -177,6 +180,9 @@ class StateDesk:
     def handle(self, peer: PeerId, message: StateMessage) -> None:
         """Take a message of a proved peer."""
         if self._closed:
+            return
+        if isinstance(message, StateHeld):
+            self.reunion.handle(peer, message)
             return
         now = self._loop.time()
         if self._taking is not None:

@@ -19,7 +19,10 @@ from typing import TypeVar, final
 import torch
 
 from moshpit.errors import ConfigError, LocalError, StateError
+from moshpit.protocol.reunion import Chosen
 from moshpit.runtime.ambient import get_resume
+from moshpit.runtime.states import StateSync
+from moshpit.training.resuming import RESUME_WAIT_S, agree, others_hold, wait_for_others
 from moshpit.training.shelf import Saved, prune, read, saved_in, sweep, write
 from moshpit.training.state import Capture, Stateful, TrainingState
 from moshpit.training.tree import TreeWriter
@@ -45,6 +48,8 @@ class Checkpoint:
             safely on the disk.
         resume: begin with the newest good checkpoint, of this directory (True) or of another
             one. Without it: where ``moshpit run --resume DIR`` says, if it does.
+        resume_wait_s: how long to wait, when resuming, for the peers that trained when the newest
+            checkpoint was saved. All who resume start from the newest epoch that all hold.
         generators: whether the states of torch's, Python's and numpy's global random generators
             are saved; they are restored where a peer finds a checkpoint of its own.
 
@@ -84,16 +89,21 @@ class Checkpoint:
         every: int = 1,
         keep: int = 3,
         resume: bool | str | Path | None = None,
+        resume_wait_s: float = RESUME_WAIT_S,
         generators: bool = True,
     ) -> None:
         if every < 1 or keep < 1:
             raise ConfigError(f"every={every!r}, keep={keep!r}: give numbers of epochs, 1 or more")
+        if not 0 <= resume_wait_s < float("inf"):
+            raise ConfigError(f"resume_wait_s={resume_wait_s!r}: give seconds, 0 or more")
         self.directory = Path(directory)
         self.every = every
         self.keep = keep
         self.resumed: Path | None = None
         """The checkpoint that training began with."""
         self._resume = _resume_from(resume, self.directory)
+        self._resume_wait_s = resume_wait_s
+        self._sync: StateSync | None = None
         self._generators = generators
         self._added: dict[str, Stateful] = {}
         self._optimizer: torch.optim.Optimizer | None = None
@@ -163,7 +173,11 @@ class Checkpoint:
         return self._added
 
     def attach(
-        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, owner: str
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module | None,
+        owner: str,
+        sync: StateSync | None = None,
     ) -> None:
         """Belong to an optimizer, and bring it into the state to begin with.
 
@@ -171,6 +185,7 @@ class Checkpoint:
             optimizer: what to save; has an attribute ``epoch``.
             model: where the parameters are.
             owner: the peer's short name.
+            sync: by which the others are asked what they begin with.
 
         Raises:
             ConfigError: there was an optimizer already, the strategy is another one, or the
@@ -180,6 +195,7 @@ class Checkpoint:
         if self._optimizer is not None:
             raise ConfigError("this Checkpoint already belongs to an optimizer; make a new one")
         self._optimizer, self._model, self._owner = optimizer, model, owner
+        self._sync = sync
         try:
             sweep(self.directory, owner)
             here = saved_in(self.directory)
@@ -237,6 +253,7 @@ class Checkpoint:
             epoch=epoch,
             generators=self._generators,
             owner=self._owner,
+            company=self._sync.company if self._sync is not None else 1,
         )
         self._begun_epoch = epoch
 
@@ -278,10 +295,24 @@ class Checkpoint:
     # --- resuming ---------------------------------------------------------------------------
 
     def _load(self, directory: Path, found: list[Saved]) -> None:
-        assert self._optimizer is not None
+        choice: Chosen | None = None
+        if self._sync is not None:
+            found, choice = agree(self._sync, found, directory, self._resume_wait_s)
+        epoch = self._load_newest(found)
+        if self._sync is not None and choice is not None and others_hold(choice, epoch):
+            wait_for_others(self._sync, choice)
+            return
         if not found:
             log.warning("no checkpoint in %s to resume from: starting anew", directory)
-            return
+        elif epoch is None:
+            raise StateError(
+                f"none of the {len(found)} checkpoints in {directory} can be used (see the "
+                "warnings); to start anew, do not resume"
+            )
+
+    def _load_newest(self, found: list[Saved]) -> int | None:
+        """Load the first that is good; return its epoch."""
+        assert self._optimizer is not None
         for saved in found:
             try:
                 state = read(saved.path)
@@ -296,11 +327,8 @@ class Checkpoint:
             for name in self._added:
                 self._restore_added(state, name)
             log.info("resumed from %s, epoch %d", saved.path, state.epoch)
-            return
-        raise StateError(
-            f"none of the {len(found)} checkpoints in {directory} can be used (see the warnings); "
-            "to start anew, do not resume"
-        )
+            return state.epoch
+        return None
 
     def _restore_added(self, state: TrainingState, name: str) -> None:
         try:

@@ -112,7 +112,7 @@ class Optimizer(torch.optim.Optimizer):
         if batch_size is None:
             self._watcher = BatchWatcher((p.tensor for p in strategy.parameters()), model)
         self._exchange = Exchange(swarm, strategy)
-        handle = Handle(self._begin_early, self.flush, self._expected, swarm.clock, self._note_wait)
+        handle = Handle(self._begin_early, self.flush, self._expected, swarm, self._note_wait)
         strategy.connect(handle)
         self._pending: tuple[Averaging, Snapshot] | None = None
         self._pace = Pace()
@@ -126,7 +126,7 @@ class Optimizer(torch.optim.Optimizer):
         self._longest_wait_s = 0.0
         self._checkpoint = checkpoint
         if checkpoint is not None:
-            checkpoint.attach(self, model, short(swarm.peer_id))
+            checkpoint.attach(self, model, short(swarm.peer_id), getattr(swarm, "states", None))
         elif get_resume() is not None:
             raise ConfigError(_NO_CHECKPOINT)
         self._standing.attach_early()
@@ -203,7 +203,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def epoch(self) -> int:
         """The epoch that this peer's training is in; changes in `step` and `finish` only."""
-        return self._epoch
+        return self._epoch if self._strategy.own_epoch is None else self._strategy.own_epoch
 
     @property
     def last_report(self) -> EpochReport | None:
@@ -404,7 +404,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         self._epoch = self._swarm.epoch + self._standing.offset
         self._swarm.report_progress(self._strategy.samples, self._pace.rate, self._pace.step_s)
-        if self._swarm.averaging_due and not self._strategy.begins_itself:
+        if self._swarm.averaging_due and self._strategy.answers:
             self._begin(waits=not self._strategy.overlap)
             if not self._strategy.overlap:
                 self._wait()

@@ -91,6 +91,24 @@ def write(directory: Path, owner: str, image: StateImage) -> Saved:
     return saved
 
 
+def is_whole(path: Path) -> bool:
+    """Return whether a checkpoint looks usable: its manifest does, and its state is as long as
+    that says. Its bytes are not read."""
+    try:
+        return (path / STATE_FILE).stat().st_size == _manifest(path).size
+    except (StateError, OSError):
+        return False
+
+
+def company_of(path: Path) -> int:
+    """Return how many peers trained when a checkpoint was saved; 0 if it does not say."""
+    try:
+        company = _manifest(path).contents.get("company")
+    except (StateError, OSError):
+        return 0
+    return company if isinstance(company, int) else 0
+
+
 def read(path: Path) -> TrainingState:
     """Read a checkpoint, every byte of it checked.
 
@@ -98,10 +116,7 @@ def read(path: Path) -> TrainingState:
         StateError: it was altered or cut, or is none.
         OSError: it cannot be read.
     """
-    file = path / MANIFEST_FILE
-    if file.stat().st_size > MANIFEST_BYTES_MAX:
-        raise StateError(f"{MANIFEST_FILE} is too long to be one")
-    manifest = Manifest.decode(file.read_bytes())
+    manifest = _manifest(path)
     size = (path / STATE_FILE).stat().st_size
     if size != manifest.size:
         raise StateError(f"{STATE_FILE} has {size} bytes, and should have {manifest.size}")
@@ -142,6 +157,13 @@ def sweep(directory: Path, owner: str) -> None:
                 mine = entry.name.startswith(f"{_LEFTOVER}{owner}-")
                 if mine or time.time() - entry.stat().st_mtime > ABANDONED_S:
                     shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _manifest(path: Path) -> Manifest:
+    file = path / MANIFEST_FILE
+    if file.stat().st_size > MANIFEST_BYTES_MAX:
+        raise StateError(f"{MANIFEST_FILE} is too long to be one")
+    return Manifest.decode(file.read_bytes())
 
 
 def _name(directory: Path, owner: str, epoch: int) -> Saved:

@@ -50,6 +50,7 @@ class Capture:
         epoch: what the state is of.
         generators: also the states of the random generators.
         owner: whose it is, as text.
+        company: how many peers train the same; 0: unknown.
 
     Raises:
         StateError: something cannot be saved; says what.
@@ -63,6 +64,7 @@ class Capture:
         epoch: int,
         generators: bool = True,
         owner: str = "",
+        company: int = 0,
     ) -> None:
         self._optimizer = optimizer
         self.epoch = epoch
@@ -72,6 +74,7 @@ class Capture:
         self._contents: dict[str, Any] = {
             "kind": kind_of(optimizer),
             "owner": owner,
+            "company": company,
             MODEL: self._writer.take(_model_state(model, optimizer), MODEL),
             "optimizer": self._writer.take(state, "optimizer"),
         }

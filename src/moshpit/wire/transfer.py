@@ -74,8 +74,21 @@ class StateElsewhere(Message, frozen=True, tag=57):
     holder: bytes
 
 
+class StateHeld(Message, frozen=True, tag=58):
+    """I resume, and can begin with these epochs. To everybody, before anything is loaded; and the
+    answer of those who know already what the swarm starts from."""
+
+    epochs: tuple[int, ...]
+    """Of my checkpoints, the newest first."""
+    company: int
+    """How many peers trained when the newest of them was saved; 0: unknown."""
+    chosen: int = -1
+    """The epoch that the swarm starts from; -1: not known yet."""
+
+
 STATE_MESSAGES = (
-    StateAsk, StateComing, StateOffer, StateWant, StateLack, StateRefused, StateDone, StateElsewhere
+    StateAsk, StateComing, StateOffer, StateWant, StateLack, StateRefused, StateDone,
+    StateElsewhere, StateHeld,
 )  # fmt: skip
 StateMessage = (
     StateAsk
@@ -86,4 +99,5 @@ StateMessage = (
     | StateRefused
     | StateDone
     | StateElsewhere
+    | StateHeld
 )
