@@ -110,6 +110,23 @@ class TransportConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReachConfig:
+    """How a peer finds out whether others can dial it (docs/decisions/0027)."""
+
+    witnesses: int = 3  # guess: peers that are asked each time; two must agree
+    first_s: float = 2.0  # guess: after joining, so that there are several to ask
+    confirm_s: float = 3.0  # guess: until what was found is asked again, before it is acted on
+    confirmations: int = 2  # guess: in a row
+    unknown_s: float = 20.0  # guess: until the next question, if nothing could be told
+    steady_s: float = 600.0  # guess: routers forget; asked again as often
+    hidden_s: float = 60.0  # guess: the same of a peer that could not be dialled; doubles
+    hold_s_max: float = 3600.0  # guess: how long one that changes to and fro stays a client
+    addresses_s: float = 30.0  # guess: how often this machine's own addresses are looked at
+    remind_s: float = 600.0  # guess: until what somebody has to mend is said again
+    no_reducer_s: float = 10.0  # guess: how long nobody can be dialled before it is said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmConfig:
     """All settings of one peer."""
 
@@ -119,6 +136,7 @@ class SwarmConfig:
     matchmaking: MatchmakingConfig = field(default_factory=MatchmakingConfig)
     round: RoundConfig = field(default_factory=RoundConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
+    reach: ReachConfig = field(default_factory=ReachConfig)
 
 
 def preset(name: str = "lan") -> SwarmConfig:

@@ -20,6 +20,8 @@ from typing import Any
 from moshpit.identity.tickets import RunKey
 from moshpit.types import Address
 
+from .namespaces import Machine
+
 PEER = Path(__file__).with_name("peer.py")
 Event = dict[str, Any]
 PATIENCE_S = 200.0  # only reached by a failing test
@@ -45,11 +47,14 @@ def crowding() -> float:
 class RealPeer:
     """One process, and what it has said."""
 
-    def __init__(self, ticket: str, number: int, numel: int, *args: str) -> None:
+    def __init__(
+        self, ticket: str, number: int, numel: int, *args: str, at: Machine | None = None
+    ) -> None:
         self.number = number
+        command = [sys.executable, str(PEER), "--ticket", ticket, "--number", str(number)]
+        command += ["--numel", str(numel), *args]
         self.process = subprocess.Popen(
-            [sys.executable, str(PEER), "--ticket", ticket, "--number", str(number)]
-            + ["--numel", str(numel), *args],
+            command if at is None else at.inside(*command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

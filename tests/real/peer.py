@@ -15,13 +15,14 @@ import json
 import logging
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 import moshpit
-from moshpit.config import TransportConfig
+from moshpit.config import ReachConfig, TransportConfig, preset
 from moshpit.events import RoundReport
 from moshpit.tensors.layout import ChunkPlan
 from moshpit.types import short
@@ -127,6 +128,18 @@ def average(swarm: moshpit.Swarm, command: dict[str, Any], number: int, numel: i
     )
 
 
+def quick_reach(unit_s: float) -> ReachConfig:
+    """Settings by which a peer asks and acts as soon as it can."""
+    return ReachConfig(
+        first_s=unit_s,
+        confirm_s=unit_s,
+        unknown_s=4 * unit_s,
+        hidden_s=4 * unit_s,  # often, but there is a limit to how often others answer
+        addresses_s=unit_s,
+        no_reducer_s=unit_s,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ticket", required=True)
@@ -138,21 +151,32 @@ def main() -> None:
     parser.add_argument("--schedule", default="auto")
     parser.add_argument("--preset", default="lan")
     parser.add_argument("--plaintext", action="store_true")
+    parser.add_argument("--notices", action="store_true", help="say what it is told")
+    parser.add_argument("--reach-s", type=float, help="how soon it looks whether it can be dialled")
+    parser.add_argument("--advertise")
+    parser.add_argument("--upnp", action="store_true")
     parser.add_argument("--log", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.log:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    config = preset(args.preset)
+    if args.reach_s is not None:
+        config = replace(config, reach=quick_reach(args.reach_s))
     swarm = moshpit.join(
         args.ticket,
         role=args.role,
         listen=args.listen if args.role != "client" else None,
+        advertise=args.advertise,
         plaintext=args.plaintext,
         group_size=args.group_size,
         schedule=args.schedule,
-        preset=args.preset,
+        config=config,
         identity="new",
+        upnp=args.upnp,
     )
+    if args.notices:
+        swarm.listen(lambda n: say("notice", code=n.code, detail=n.detail))
     say("joined", peer=short(swarm.peer_id), addresses=[str(a) for a in swarm.addresses])
     for line in sys.stdin:
         command = json.loads(line)
@@ -170,7 +194,8 @@ def main() -> None:
                 out, into = sum(s.bulk_out for s in links), sum(s.bulk_in for s in links)
                 say("bulk", sent=out, received=into)
             case "peers":
-                say("peers", peers=[short(r.peer) for r in swarm.peers()])
+                records = {short(r.peer): [r.role, r.addresses] for r in swarm.peers()}
+                say("peers", peers=list(records), records=records, role=swarm.role.value)
             case "leave":
                 break
     swarm.close()

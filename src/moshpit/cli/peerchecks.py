@@ -4,7 +4,6 @@ what does its clock show, how fast is the way to it, and can it dial this machin
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from moshpit.cli.visit import visit
 from moshpit.config import RoundConfig, preset
 from moshpit.errors import RemoteError
 from moshpit.identity.tickets import EXPIRY_LEEWAY_S, Ticket
+from moshpit.runtime.helpdesk import is_loopback
 from moshpit.types import Address, short
 
 DIALS = 3
@@ -166,14 +166,6 @@ def judge_reachability(found: Consultation) -> Check:
         )
         return Check(subject, Status.WARN, said, advice, figures)
     return Check(subject, Status.OK, said, figures=figures)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host is this machine itself."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _unreached(found: Consultation) -> tuple[str, str]:

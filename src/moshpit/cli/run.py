@@ -59,6 +59,14 @@ def run(  # noqa: PLR0917 - typer reads the parameters
             metavar="HOST:PORT", help="Where others can dial this peer, if not at --listen."
         ),
     ] = None,
+    upnp: Annotated[
+        bool,
+        typer.Option(
+            "--upnp",
+            help="Ask the router, by UPnP, to let others dial this peer. Needs "
+            "`pip install 'moshpit[upnp]'`.",
+        ),
+    ] = False,
     preset: Annotated[
         Preset | None,
         typer.Option(
@@ -128,6 +136,7 @@ def run(  # noqa: PLR0917 - typer reads the parameters
             preset=preset,
             plaintext=plaintext or None,
             identity=identity,
+            upnp=upnp or None,
         )
     )
     if resume is not None and resume.exists() and not resume.is_dir():

@@ -150,10 +150,10 @@ class Node:
         self._rest(effects, now)
         return effects
 
-    def measured(self, up: float, down: float, now: float) -> list[Effect]:
-        """Tell the others what this peer's link carries, in bytes per second."""
+    def publish(self, fields: dict[str, object], now: float) -> list[Effect]:
+        """Tell the others something new of this peer: its bandwidth, its role, its addresses."""
         now = self._clock.peek(now)
-        effects = self._membership.publish(now, up=up, down=down)
+        effects = self._membership.publish(now, **fields)
         self._rest(effects, now)
         return effects
 

@@ -152,6 +152,10 @@ class Roster:
             entry.refused_at = -inf
             if entry.status is not Status.ALIVE:
                 self._acquit(entry, now)
+        elif (record.role, record.addresses) != (old.role, old.addresses):
+            # There is another way to it now: that the old one led nowhere counts no more.
+            self.view.cut(entry, False)
+            entry.refused_at = -inf
         if spread:
             self.rumors.add(record)
             self.urgent |= not same_standing(old, record)

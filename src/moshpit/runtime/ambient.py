@@ -32,6 +32,7 @@ class JoinSettings:
         preset: the name of the settings for this kind of network.
         plaintext: whether bulk data goes unencrypted.
         identity: the file that keeps this peer's key.
+        upnp: whether the router is asked to let others in.
     """
 
     ticket: str | None = None
@@ -41,12 +42,13 @@ class JoinSettings:
     preset: str | None = None
     plaintext: bool | None = None
     identity: Path | None = None
+    upnp: bool | None = None
 
     def or_else(self, other: JoinSettings) -> JoinSettings:
         """Return these settings, with what they do not say taken from another.
 
         >>> JoinSettings(preset="lan").or_else(JoinSettings(preset="local", plaintext=True))
-        JoinSettings(..., preset='lan', plaintext=True, identity=None)
+        JoinSettings(..., preset='lan', plaintext=True, identity=None, upnp=None)
         """
         unsaid = {f.name: getattr(other, f.name) for f in fields(self) if self._lacks(f.name)}
         return replace(self, **unsaid)

@@ -8,6 +8,7 @@ from moshpit.errors import LayoutError
 from moshpit.events import EpochReport
 from moshpit.protocol.machine import View
 from moshpit.types import PeerId, Role, short
+from moshpit.wire.messages import PeerRecord
 
 NUMEL_BYTES = 8
 
@@ -31,16 +32,20 @@ class SwarmStats(msgspec.Struct, frozen=True):
     last_report: EpochReport | None
 
 
+def live_records(view: View) -> list[PeerRecord]:
+    """Return the records of all live peers, sorted by id."""
+    records = [view.record(peer) for peer in view.live]
+    return [record for record in records if record is not None]
+
+
 def all_attached(view: View) -> bool:
     """Whether everybody who trains has said what it averages."""
-    records = [view.record(peer) for peer in view.live]
-    return all(r.schema or not Role(r.role).trains for r in records if r is not None)
+    return all(r.schema or not Role(r.role).trains for r in live_records(view))
 
 
 def check_others(view: View, me: PeerId, schema: bytes) -> None:
     """Refuse to average what nobody else does: two models in one run never meet."""
-    records = [view.record(peer) for peer in view.live if peer != me]
-    others = [r for r in records if r is not None and r.schema]
+    others = [r for r in live_records(view) if r.peer != me and r.schema]
     if others and all(r.schema != schema for r in others):
         theirs = int.from_bytes(others[0].schema[-NUMEL_BYTES:], "little")
         raise LayoutError(

@@ -43,10 +43,12 @@ from moshpit.protocol.machine import (
 )
 from moshpit.protocol.node import Node
 from moshpit.runtime.bandwidth import LinkWatch
-from moshpit.runtime.company import NUMEL_BYTES, SwarmStats
+from moshpit.runtime.company import NUMEL_BYTES, SwarmStats, live_records
 from moshpit.runtime.helpdesk import HelpDesk
 from moshpit.runtime.jobs import Averaging
 from moshpit.runtime.parcels import ParcelDesk
+from moshpit.runtime.reach import Reach
+from moshpit.runtime.record import advertised, own_hosts, worth_dialling
 from moshpit.runtime.rounds import Rounds
 from moshpit.runtime.statesync import StateDesk
 from moshpit.runtime.waiting import REAL_TIME, Waiting
@@ -120,9 +122,13 @@ class Driver:
         self.node: Node
         self._rng = rng if rng is not None else Random()
         self._started = False
+        self._own_hosts = own_hosts()
         self.counters = Counters()
         self._rounds = Rounds(transport)
-        self._desk = HelpDesk(transport, self._tell, dial_s=config.transport.dial_timeout_s)
+        self._desk = HelpDesk(
+            transport, self._tell, dial_s=config.transport.dial_timeout_s, known=self.addresses_of
+        )
+        self._reach: Reach | None = None
         self.states = StateDesk(transport, self._tell, config.transport.chunk_bytes, self._rng)
         self.parcels = ParcelDesk(
             transport, self._tell, waiting, config.transport.chunk_bytes, self._rng.getrandbits(32)
@@ -144,17 +150,15 @@ class Driver:
 
     # --- life -----------------------------------------------------------------------------
 
-    async def start(
-        self, contacts: Sequence[Address], addresses: Callable[[], tuple[Address, ...]]
-    ) -> None:
+    async def start(self, contacts: Sequence[Address], reach: Reach | None = None) -> None:
         """Listen, then dial the run's first addresses until somebody answers.
 
         Args:
             contacts: addresses from the ticket.
-            addresses: gives the addresses to advertise, once the transport listens.
+            reach: says where others can dial this peer; without it, at what it listens at.
         """
         await self._transport.start(self)
-        known = addresses() if self._role.reduces else ()
+        known = reach.addresses() if reach is not None else advertised(self._transport.addresses)
         record = msgspec.structs.replace(
             self._record, addresses=tuple((a.host, a.port) for a in known)
         )
@@ -167,6 +171,9 @@ class Driver:
             if isinstance(error, RemoteError) and error.reason in REFUSED_FOR_GOOD:
                 raise error
         self._contact_task = self._loop.create_task(self._keep_contact())
+        if reach is not None:
+            self._reach, self._desk.answered = reach, reach.answered
+            reach.begin(self.node, self._run, self._tell, self._rng)
 
     async def _dial_contacts(self) -> list[MoshpitError]:
         """Dial the ticket's addresses; return what went wrong if nobody took this peer in."""
@@ -198,6 +205,8 @@ class Driver:
         if self._leaving:
             return
         self._leaving = True
+        if self._reach is not None:
+            await self._reach.close()
         if self._started:
             # Results that this peer has reduced may still be on their way to others.
             linger_s = self._config.round.linger_s + self._config.round.stall_s
@@ -230,6 +239,10 @@ class Driver:
         finally:
             self._waiters.remove(waiter)
         return True
+
+    async def records(self) -> list[PeerRecord]:
+        """See `Swarm.peers`."""
+        return live_records(self.node.view)
 
     def _look(self) -> None:
         """Wake those who wait for a view like the present one."""
@@ -300,7 +313,7 @@ class Driver:
             self._rounds.filled(job)
 
     def _measured(self, up: float, down: float) -> None:
-        self._run(self.node.measured(up, down, self._loop.time()))
+        self._run(self.node.publish({"up": up, "down": down}, self._loop.time()))
 
     async def abandon(self, job: Averaging) -> None:
         """Nobody waits for this averaging any more, and its vectors are wanted back."""
@@ -470,7 +483,7 @@ class Driver:
     def addresses_of(self, peer: PeerId) -> Sequence[Address]:
         """See `moshpit.transport.base.Handler`."""
         record = self.node.view.record(peer)
-        return [Address(h, p) for h, p in record.addresses] if record is not None else []
+        return worth_dialling(record, self._own_hosts) if record is not None else []
 
     def on_notice(self, notice: Notice) -> None:
         """See `moshpit.transport.base.Handler`."""

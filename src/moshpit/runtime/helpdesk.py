@@ -4,8 +4,9 @@ Rules, so that nobody is hurt by helping:
 
 * An asker may cost so many bytes and dials, and gets more of them slowly. What is beyond is not
   answered (dials: answered with no result), and told as ``help-limit``.
-* Only the host that the asker's own connection comes from is dialled, so nobody can have others
-  scanned; and what is expected there is the asker's key, in a real handshake.
+* Only the host that the asker's own connection comes from is dialled, and what its record says,
+  which everybody dials: so nobody can have others scanned. What is expected there is the asker's
+  key, in a real handshake.
 * An impossible question is refused: a notice names who asked it, and there is no answer.
 """
 
@@ -16,7 +17,7 @@ import ipaddress
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Final, final
@@ -32,7 +33,7 @@ PADDING_BYTES_MAX: Final = 256 * 1024  # guess: a quarter of a control frame, ea
 ECHO_BYTES_MIN: Final = 4096  # guess: what an echo costs at least, for the work that it makes
 BYTES_PER_ASKER: Final = 64 << 20  # guess: four measurements at the doctor's highest speed
 BYTES_PER_ASKER_PER_S: Final = float(1 << 20)  # guess: and then
-DIAL_BACKS_PER_ASKER: Final = 4  # guess: a doctor needs one
+DIAL_BACKS_PER_ASKER: Final = 10  # guess: a doctor needs one, a watch over reach a few
 DIAL_BACKS_PER_ASKER_PER_S: Final = 1 / 20  # guess: and then
 ADDRESSES_MAX: Final = 4  # of one question
 DIAL_BACKS_MAX: Final = 8  # guess: questions of all askers that are under way
@@ -47,6 +48,18 @@ SEQ_MAX: Final = 1 << 62
 def padding(size: int) -> bytes:
     """Return bytes that no compression on the way makes smaller."""
     return os.urandom(size)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine itself.
+
+    >>> is_loopback("127.0.0.2"), is_loopback("localhost.example")
+    (True, False)
+    """
+    try:
+        return ipaddress.ip_address(plain_host(host)).is_loopback
+    except ValueError:
+        return False
 
 
 def plain_host(host: str) -> str:
@@ -89,6 +102,7 @@ class HelpDesk:
         transport: by which questions come, answers go, and addresses are dialled.
         tell: whom to tell what was refused.
         dial_s: how long one dial back may take.
+        known: where a peer's record says that it can be dialled.
         clock: seconds, for the budgets.
         wall: Unix seconds, for the answers.
     """
@@ -99,12 +113,16 @@ class HelpDesk:
         tell: Callable[[Notice], None],
         *,
         dial_s: float,
+        known: Callable[[PeerId], Sequence[Address]] = lambda peer: (),
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._transport = transport
         self._notices = NoticeLimiter(tell, clock)
         self._dial_s = dial_s
+        self._known = known
+        self.answered: Callable[[PeerId, DialBackReply], bool] = lambda peer, reply: False
+        """Takes an answer to a question of this peer; false: it has not asked."""
         self._clock = clock
         self._wall = wall
         self._budgets: OrderedDict[PeerId, _Budget] = OrderedDict()
@@ -120,6 +138,8 @@ class HelpDesk:
                 self._echo(peer, message)
             case DialBack():
                 self._dial_back(peer, message)
+            case DialBackReply() if self.answered(peer, message):
+                pass
             case EchoReply() | DialBackReply():
                 detail = f"a {type(message).__name__} that nobody here has asked for"
                 self._notices.tell("unasked-answer", peer, detail)
@@ -175,13 +195,14 @@ class HelpDesk:
             self._transport.send(peer, DialBackReply(message.seq, seen, tuple(results)))
 
     async def _dial(self, peer: PeerId, seen: str, host: str, port: int) -> DialResult:
-        if not seen or (host and plain_host(host) != seen):
+        own = bool(seen) and (not host or plain_host(host) == seen)
+        if not own and (not host or Address(host, port) not in self._known(peer)):
             detail = f"your connection comes from {seen or 'nowhere'}, and only that is dialled"
             return DialResult(host, port, "foreign", detail)
         outcome, detail = "reached", ""
         try:
             async with asyncio.timeout(self._dial_s):
-                await self._transport.reach(Address(seen, port), peer)
+                await self._transport.reach(Address(seen if own else host, port), peer)
         except TimeoutError:
             outcome, detail = "unreachable", f"no answer within {self._dial_s:g} s"
         except UnreachableError as error:

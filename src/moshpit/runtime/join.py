@@ -16,7 +16,9 @@ from moshpit.errors import ConfigError, TicketError
 from moshpit.identity.keys import KeySigner, PeerKey, peer_key, state_dir
 from moshpit.identity.tickets import Ticket
 from moshpit.runtime.ambient import JoinSettings, resolve
+from moshpit.runtime.reach import Reach
 from moshpit.runtime.swarm import Swarm
+from moshpit.runtime.upnp import PortMapper
 from moshpit.transport.tcp import TcpTransport
 from moshpit.types import Address, Role, RunId
 
@@ -41,6 +43,7 @@ def join(
     plaintext: bool | None = None,
     identity: str | Path | None = None,
     bandwidth_mbit: float | None = None,
+    upnp: bool | None = None,
 ) -> Swarm:
     """Join a run and return this process's peer in it.
 
@@ -61,9 +64,11 @@ def join(
         identity: the file that keeps this peer's key; made if it does not exist. By default
             a file for this run in the user's state directory; ``"new"`` keeps none.
         bandwidth_mbit: this machine's link, the slower of up and down, in Mbit/s.
+        upnp: ask the router to let others in (needs ``pip install 'moshpit[upnp]'``). A worker
+            that nobody can dial becomes a client by itself.
 
     Raises:
-        ConfigError: no ticket, or an argument that makes no sense.
+        ConfigError: no ticket, or an argument that makes no sense; ``upnp`` without its package.
         TicketError: the ticket is cut, altered, expired or does not allow the role.
         LocalError: the address to listen at cannot be had.
 
@@ -82,6 +87,7 @@ def join(
         preset=preset,
         plaintext=plaintext,
         identity=None if identity is None else Path(identity),
+        upnp=upnp,
     )
     settings = resolve(said)
     if settings.ticket is None:
@@ -98,6 +104,8 @@ def join(
             f"this ticket does not allow the role {role.value}, only {allowed}; "
             "ask whoever holds the run's key for another one"
         )
+    given = _advertise(settings.advertise, role)
+    mapper = _mapper(settings, role)
     key = _key(settings.identity, admitted.run)
     admission = admitted.admit(key.peer)
     joined: list[Swarm] = []
@@ -121,7 +129,7 @@ def join(
         transport,
         config,
         contacts=admitted.addresses,
-        advertise=_advertise(settings.advertise),
+        reach=Reach(transport, config, given=given, mapper=mapper),
         bandwidth=(bandwidth_mbit or 0.0) * MBIT,
     )
     joined.append(swarm)
@@ -144,9 +152,19 @@ def _listen(text: str | None, role: Role) -> Address | None:
     return ANYWHERE if text is None else Address.parse(text)
 
 
-def _advertise(text: str | None) -> tuple[Address, ...]:
+def _mapper(settings: JoinSettings, role: Role) -> PortMapper | None:
+    if not settings.upnp:
+        return None
+    if role is Role.CLIENT:
+        raise ConfigError("a client cannot be dialled, so no port leads to it; drop `upnp`")
+    return PortMapper()
+
+
+def _advertise(text: str | None, role: Role) -> tuple[Address, ...]:
     if text is None:
         return ()
+    if role is Role.CLIENT:
+        raise ConfigError("a client cannot be dialled, so it has no address; drop `advertise`")
     address = Address.parse(text)
     if address.port == 0 or address.wildcard:
         raise ConfigError(f"advertise {text!r}: others cannot dial that; give host:port")

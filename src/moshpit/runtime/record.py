@@ -7,6 +7,7 @@ import socket
 
 import psutil
 
+from moshpit.runtime.helpdesk import is_loopback, plain_host
 from moshpit.types import Address, PeerId, Role
 from moshpit.wire.messages import Admission, PeerRecord
 
@@ -58,6 +59,26 @@ def advertised(listening: tuple[Address, ...]) -> tuple[Address, ...]:
         hosts = _interface_hosts(address.host) if address.wildcard else [address.host]
         found += [Address(host, address.port) for host in hosts]
     return tuple(dict.fromkeys(found))
+
+
+def worth_dialling(record: PeerRecord, own: frozenset[str]) -> list[Address]:
+    """Return where a peer says that it can be dialled, the best first.
+
+    Its loopback is left out, where it is another machine's: somebody else answers at this one's.
+
+    Args:
+        record: the peer's.
+        own: `own_hosts` of this machine.
+    """
+    addresses = [Address(host, port) for host, port in record.addresses]
+    outside = [a for a in addresses if not is_loopback(a.host)]
+    here = not outside or any(plain_host(a.host) in own for a in outside)
+    return addresses if here else outside
+
+
+def own_hosts() -> frozenset[str]:
+    """Return the addresses of this machine's interfaces that are up."""
+    return frozenset(plain_host(host) for host in _interface_hosts("::"))
 
 
 def _interface_hosts(wildcard: str) -> list[str]:

@@ -20,7 +20,8 @@ from moshpit.runtime.company import NUMEL_BYTES, SwarmStats, all_attached, check
 from moshpit.runtime.driver import Driver, Listeners
 from moshpit.runtime.jobs import Averaging
 from moshpit.runtime.parcels import SwarmParcels
-from moshpit.runtime.record import advertised, own_record
+from moshpit.runtime.reach import Reach
+from moshpit.runtime.record import own_record
 from moshpit.runtime.states import StateSync
 from moshpit.runtime.told import NoticeLog
 from moshpit.tensors.codecs import ErrorFeedback
@@ -45,7 +46,6 @@ class Swarm:
     Attributes:
         peer_id: this peer's public key.
         run_id: the run's.
-        role: what this peer does.
     """
 
     def __init__(
@@ -57,13 +57,12 @@ class Swarm:
         config: SwarmConfig,
         *,
         contacts: Sequence[Address] = (),
-        advertise: Sequence[Address] = (),
+        reach: Reach | None = None,
         bandwidth: float = 0.0,
         bridge: Bridge | None = None,
     ) -> None:
         self.peer_id: PeerId = signer.peer
         self.run_id: RunId = signer.run
-        self.role = role
         self._config = config
         self._due_epoch = -1
         self._samples_due = False
@@ -89,9 +88,7 @@ class Swarm:
                 listeners=self._listeners, rng=self._thread.rng, waiting=self._thread.waiting,
             )  # fmt: skip
             try:
-                await driver.start(
-                    contacts, lambda: tuple(advertise) or advertised(transport.addresses)
-                )
+                await driver.start(contacts, reach)
             except BaseException:
                 await driver.close()
                 raise
@@ -106,17 +103,16 @@ class Swarm:
         self.addresses: tuple[Address, ...] = transport.addresses
         atexit.register(self.close)
 
+    @property
+    def role(self) -> Role:
+        """What this peer does: a worker that nobody can dial becomes a client."""
+        return Role(self._driver.node.view.me.role)
+
     # --- who is there ---------------------------------------------------------------------
 
     def peers(self) -> list[PeerRecord]:
         """Return the records of all live peers, this one included, sorted by id."""
-
-        async def read() -> list[PeerRecord]:
-            view = self._driver.node.view
-            records = [view.record(p) for p in view.live]
-            return [r for r in records if r is not None]
-
-        return self._thread.call(read())
+        return self._thread.call(self._driver.records())
 
     def knows(self, peer: PeerId) -> bool:
         """Whether a peer is, or was lately, in the run. For the network thread only."""

@@ -1,0 +1,112 @@
+"""Real processes behind routers with NAT, in network namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from moshpit.identity.tickets import RunKey
+from moshpit.types import Address
+
+from .harness import Event, RealPeer
+from .namespaces import Internet, Machine, internet, needs_namespaces
+
+NUMEL = 100_000
+PORT = 7000
+
+
+class Scene:
+    """A run on a little internet."""
+
+    def __init__(self, net: Internet) -> None:
+        self.net = net
+        first = net.machine()
+        self.ticket = RunKey.generate().invite().ticket((Address(first.address, PORT),)).encode()
+        self.peers: list[RealPeer] = []
+        self.add(first)
+
+    def add(self, at: Machine, *args: str) -> RealPeer:
+        listen = () if "client" in args else ("--listen", f"0.0.0.0:{PORT}")
+        number = len(self.peers)
+        common = ("--preset", "local", "--notices", "--reach-s", "0.3", *listen, *args)
+        peer = RealPeer(self.ticket, number, NUMEL, *common, at=at)
+        self.peers.append(peer)
+        return peer
+
+    def meet(self) -> None:
+        for peer in self.peers:
+            if not peer.name:
+                peer.joined()
+        for peer in self.peers:
+            peer.tell("wait", peers=len(self.peers))
+        for peer in self.peers:
+            peer.expect("ready")
+
+    def average(self) -> list[Event]:
+        """Have all average; check that everybody gets the exact mean."""
+        numbers = {p.name: p.number for p in self.peers}
+        for peer in self.peers:
+            peer.tell("average", numbers=numbers)
+        results = [peer.expect("averaged") for peer in self.peers]
+        assert {r["outcome"] for r in results} == {"complete"}, results
+        assert len({r["digest"] for r in results}) == 1
+        assert max(r["mean_error"] for r in results) < 1e-4
+        for result in results:
+            assert set(result["rounds"][0]["contributors"]) == set(numbers)
+        return results
+
+
+@contextlib.contextmanager
+def scene() -> Iterator[Scene]:
+    with internet() as net:
+        there = Scene(net)
+        try:
+            yield there
+        finally:
+            for peer in there.peers:
+                peer.end()
+
+
+def noticed(peer: RealPeer, code: str) -> str:
+    """Wait for a notice; return its text."""
+    while True:
+        event = peer.expect("notice")
+        if event["code"] == code:
+            return event["detail"]
+
+
+def records(peer: RealPeer) -> dict[str, tuple[str, list[list[object]]]]:
+    peer.tell("peers")
+    return peer.expect("peers")["records"]
+
+
+@needs_namespaces
+def test_peers_behind_routers_train_as_equals() -> None:
+    with scene() as there:
+        one, two = there.net.router(silent=True), there.net.router()
+        there.add(there.net.machine())
+        client = there.add(one.machine(), "--role", "client")
+        inside = two.machine()
+        hidden = there.add(inside)  # with the default role
+        there.meet()
+
+        # Nobody can dial it: it is told, and a client from now on.
+        told = noticed(hidden, "unreachable")
+        assert "It goes on as a client" in told
+        assert f"forward TCP port {PORT}" in told
+        assert f"{two.address}:{PORT} refused" in told
+        there.average()
+        results = there.average()
+        for peer in there.peers:
+            role, addresses = records(peer)[hidden.name]
+            assert (role, addresses) == ("client", [])
+        assert all(r["rounds"][0]["bytes_sent"] for r in results)
+
+        # Somebody opens the port: it is a worker again, at the address that others have found.
+        two.forward(PORT, inside)
+        assert f"{two.address}:{PORT}" in noticed(hidden, "address-found")
+        noticed(hidden, "reachable")
+        there.average()
+        role, addresses = records(hidden)[hidden.name]
+        assert (role, addresses[0]) == ("worker", [two.address, PORT])
+        assert records(client)[client.name][0] == "client"
