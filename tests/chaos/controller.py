@@ -129,7 +129,8 @@ class Chaos:
         self._begin(where, first)
         self._carry_out(faults, self.record.began + seconds)
         self._settle()
-        self._finish(max(p.process.life.epoch for p in self._living()) + EPOCHS_TO_FINISH)
+        newest = max((p.process.life.epoch for p in self._living()), default=0)
+        self._finish(newest + EPOCHS_TO_FINISH)
         return self.record
 
     def run_undisturbed(self, peers: int, until: int) -> Record:
@@ -150,6 +151,11 @@ class Chaos:
         for peer in self.peers[:first]:
             self._start(peer, wait_for=first)
         self._wait_for("training", self._living(), START_S)
+        for peer in self.peers[:first]:
+            process = peer.process
+            if process is None or process.life.last_of("training") is None:
+                words = process.last_words if process is not None else ""
+                raise RuntimeError(f"p{peer.number} does not train:\n{words}")
         self.record.began = time.monotonic()
         self._tell(f"{first} peers train: " + ", ".join(where[:first]))
 
