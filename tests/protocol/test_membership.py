@@ -353,6 +353,7 @@ def test_the_longest_record_that_is_believed_fits_its_bound() -> None:
         (b"v" * 32,) * 8, 1e13, 1e13, b"s" * 32, (1 << 48) - 1, 1e15, 1e9,
         ((1 << 48) - 1,) * 16, 1e7, False,
         Admission(b"i" * 32, ("r" * 16,) * 8, (1 << 48) - 1, b"s" * 64, b"p" * 64), b"s" * 64,
+        b"l" * 96, (1 << 48) - 1,
     )  # fmt: skip
     assert record_flaw(longest) is None
     assert len(msgspec.msgpack.encode(longest)) <= RECORD_BYTES_MAX

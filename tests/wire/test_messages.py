@@ -171,7 +171,8 @@ def test_records_are_shown_with_short_ids_and_without_proofs() -> None:
     assert repr(record) == (
         "PeerRecord(peer=aaaaaaaa, incarnation=1, version=2, role='client', "
         "addresses=[['10.0.0.7', 7000]], via=[aeaqcaib], up=1000000.0, down=0.0, schema=none, "
-        "epoch=3, samples=4.0, rate=5.0, group_key=[], step_s=0.5, left=False)"
+        "epoch=3, samples=4.0, rate=5.0, group_key=[], step_s=0.5, left=False, "
+        "merges_from=-1)"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,7 +23,7 @@ class Averaging:
         request: what it began with.
         began: when.
         masses: for each chunk, the mass behind the peer's present value.
-        planned: how many peers this one planned for.
+        company: the peers that this one planned for, sorted by id.
         axis: the grid axis that is under way.
         key: the group that is sought, or was last.
         origin: the group whose mean the peer holds.
@@ -36,7 +37,7 @@ class Averaging:
     request: BeginAveraging
     began: float
     masses: list[float]
-    planned: int = 0
+    company: Sequence[PeerId] = ()
     axis: int = 0
     key: GroupKey = field(default_factory=lambda: GroupKey(0, 0, ()))
     origin: GroupId = NO_GROUP
@@ -57,7 +58,7 @@ class Averaging:
             bandwidth=min(known, default=0.0),
             weighs=any(m > 0 for m in self.masses),
             origin=self.origin,
-            planned=self.planned,
+            planned=len(self.company),
             fill_s=self.request.fill_s,
         )
 

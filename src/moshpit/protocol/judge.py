@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from moshpit.protocol.lineage import lineage_flaw
 from moshpit.types import Role
 from moshpit.wire.messages import Admission, PeerRecord, Suspicion
 
@@ -56,7 +57,13 @@ def record_flaw(record: PeerRecord) -> str | None:
         0 <= k < COUNTER_MAX for k in record.group_key
     ):
         return "group key out of range"
-    return _reach_flaw(record) or _admission_flaw(record.admission, record.signature)
+    if not -1 <= record.merges_from < COUNTER_MAX:
+        return "counter out of range"
+    return (
+        lineage_flaw(record.lineage)
+        or _reach_flaw(record)
+        or _admission_flaw(record.admission, record.signature)
+    )
 
 
 def _reach_flaw(record: PeerRecord) -> str | None:

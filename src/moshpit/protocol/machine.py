@@ -136,6 +136,11 @@ class BeginAveraging(_Data, frozen=True):
     """The value counts even if this peer missed epochs (averaging without training)."""
     fill_s: float = 0.0
     """Seconds until the vector, which fills while it is averaged, will be complete."""
+    earlier: float = 0.0
+    """So much of the weight is work that was in an earlier snapshot, too."""
+    merges: bool = False
+    """The snapshot is one for a merging of sides (`merging.py`): its weight counts all that was
+    done since they have parted."""
 
 
 class LocalProgress(_Data, frozen=True):

@@ -1,11 +1,12 @@
-"""Who averages something else, and so will never meet this peer: said once of each."""
+"""Who averages something else, and so will never meet this peer: said once of each; and what
+an aux peer takes from the others' records."""
 
 from __future__ import annotations
 
 from moshpit.events import Notice
 from moshpit.protocol.machine import Effect, Emit, View
 from moshpit.protocol.view import Entry
-from moshpit.types import PeerId
+from moshpit.types import PeerId, Role
 
 MISFITS_MAX = 64  # guess: peers with another model that are named
 
@@ -43,3 +44,12 @@ class Misfits:
                 self._named[peer] = record.schema
                 effects.append(Emit(Notice("other-model", peer, "averages other tensors")))
         return effects
+
+
+def schema_to_reduce(view: View) -> bytes:
+    """Return what the others average, for an aux peer that does not know yet: it has no model.
+    Empty: this is none, or nobody has said."""
+    if view.me.role != Role.AUX or view.me.schema:
+        return b""
+    known = (view.record(peer) for peer in view.live)
+    return next((r.schema for r in known if r is not None and r.schema), b"")

@@ -5,10 +5,10 @@ or *averaging*: for each axis of the plan it seeks a group, runs the group's rou
 the next path, which the group's host chose. The averaging always ends, with a report of what
 really happened, and the peer works on the next epoch.
 
-- What makes a peer due: the swarm's samples have reached the target, or a host has called.
-- A peer that sees the swarm at a later epoch goes there. If it missed more than one epoch, or
-  has never averaged while the swarm has, its own value is stale and weighs nothing the next
-  time: it takes the mean (design §4, "catches up").
+- Which epoch a peer works on, and when it is due: `epochs.py`. A peer that missed more than one
+  epoch, or has never averaged while the swarm has, is stale: its own value weighs nothing the
+  next time, and it takes the mean (design §4, "catches up"). Not so where it was cut off and
+  went on with others: then the sides merge (`merging.py`).
 - Rounds that have ended stay for groupmates that lack results, until they close themselves.
 - The parts see a clock without the pauses of this process (`clock.py`).
 - In a row of the torus schedule the peer's slice goes up its column meanwhile (`climb.py`): what
@@ -18,20 +18,19 @@ really happened, and the peer works on the next epoch.
 from __future__ import annotations
 
 from moshpit.config import SwarmConfig
-from moshpit.events import EpochReport, Notice
+from moshpit.events import EpochReport
 from moshpit.protocol import grid
 from moshpit.protocol.allreduce import AllReduce
 from moshpit.protocol.climb import Climb, RunningRound
 from moshpit.protocol.clock import OwnClock, past, sooner
 from moshpit.protocol.course import Averaging
+from moshpit.protocol.epochs import Epochs
 from moshpit.protocol.machine import (
     ROUTINE,
-    AveragingDue,
     AveragingEnded,
     BeginAveraging,
     ChunkArrived,
     Effect,
-    Emit,
     Event,
     GroupReady,
     HoldOver,
@@ -44,6 +43,7 @@ from moshpit.protocol.machine import (
     Rng,
     RoundEnded,
     SeekFailed,
+    Send,
     Signer,
     Silent,
     Tick,
@@ -51,23 +51,20 @@ from moshpit.protocol.machine import (
 )
 from moshpit.protocol.matchmaking import Matchmaker
 from moshpit.protocol.membership import Membership
-from moshpit.protocol.misfits import Misfits
-from moshpit.protocol.progress import Progress
+from moshpit.protocol.misfits import Misfits, schema_to_reduce
 from moshpit.protocol.rounds import OpenRounds
-from moshpit.types import GroupId, PeerId, Role
+from moshpit.types import GroupId, PeerId
 from moshpit.wire.messages import (
     MATCHMAKING_MESSAGES,
     MEMBERSHIP_MESSAGES,
     ROUND_MESSAGES,
+    Call,
+    CallReply,
     GroupAsk,
     GroupFormed,
     GroupKey,
     PeerRecord,
 )
-
-STALE_EPOCHS = 2  # guess: missing so many epochs makes one's own value worthless
-PUBLISH_ALWAYS = 64  # guess: up to so many peers, all publish a new epoch
-PUBLISHERS = 16  # guess: how many do in a larger swarm
 
 
 class Node:
@@ -95,18 +92,15 @@ class Node:
         self._signer = signer
         self._config = config
         self._rng = rng
-        self._role = Role(record.role)
         self._membership = Membership(signer, record, config.membership, rng, now)
-        self._progress = Progress(self._membership.view, config.progress, target, now)
         self._matchmaker = Matchmaker(
             signer, self._membership.view, config.matchmaking, config.round, rng
         )
-        self._epoch = 0
-        self._averaged = False  # whether this peer has ever finished an averaging
-        self._missed = 0  # epochs skipped since the last averaging
-        self._due: int | None = None
+        self._epochs = Epochs(
+            self._membership, self._matchmaker, config, rng, target=target, now=now
+        )
+        self._merging = self._epochs.merging
         self._averaging: Averaging | None = None
-        self._latest_progress: LocalProgress | None = None
         self._rounds = OpenRounds()
         self._misfits = Misfits(self._membership.view)
         self._membership.view.watch(self._misfits.note)
@@ -124,12 +118,18 @@ class Node:
     @property
     def epoch(self) -> int:
         """The epoch that this peer works on."""
-        return self._epoch
+        return self._epochs.now_at
 
     @property
     def averaging(self) -> bool:
         """Whether an averaging is under way."""
         return self._averaging is not None
+
+    @property
+    def merging(self) -> float | None:
+        """How many samples of earlier epochs this peer's next weight counts, since it merges
+        sides of the swarm; None: it does not. Any thread may read it."""
+        return self._merging.past
 
     @property
     def wakeup(self) -> float | None:
@@ -142,11 +142,11 @@ class Node:
         """Say what this peer averages, how many samples an epoch has, and, if its values come
         from a checkpoint, of which epoch they are."""
         now = self._clock.peek(now)
-        self._progress.target = target
+        self._epochs.retarget(target)
         effects = self._membership.publish(now, schema=schema)
         if epoch > 0:
-            self._averaged, self._missed = True, max(0, self._epoch - epoch)
-            self._advance(max(epoch, self._epoch), effects, now)
+            self._merging.replaced(max(0, self.epoch - epoch))
+            self._epochs.advance(max(epoch, self.epoch), effects, now)
         self._rest(effects, now)
         return effects
 
@@ -174,7 +174,7 @@ class Node:
             case Tick():
                 self._tick(event, effects, now)
             case LocalProgress():
-                self._local_progress(event, effects, now)
+                self._epochs.local(event, self.averaging, effects, now)
             case BeginAveraging():
                 self._begin(event, effects, now)
             case LinkUp():
@@ -202,8 +202,7 @@ class Node:
         for running in self._rounds.all():
             if past(running.machine.wakeup, now):
                 self._pass_on(running, running.machine.handle(event, now), effects, now)
-        if self._latest_progress is not None and past(self._progress.wakeup, now):
-            self._local_progress(self._latest_progress, effects, now)
+        self._epochs.tick(self.averaging, effects, now)
 
     def _received(
         self, event: Received, peer: PeerId, message: object, effects: list[Effect], now: float
@@ -212,12 +211,18 @@ class Node:
             effects += self._membership.handle(event, now)
         elif isinstance(message, GroupFormed) and self._rounds.get(message.group):
             return  # an announcement passed on by a groupmate; we have it
+        elif isinstance(message, Call) and self._declines(peer, message, now):
+            effects.append(Send(peer, CallReply(message.key, False, -1.0)))
         elif isinstance(message, MATCHMAKING_MESSAGES):
             self._absorb(self._matchmaker.handle(event, now), effects, now)
         elif isinstance(message, GroupAsk):
-            effects.append(self._rounds.answer(peer, message.group, self._epoch))
+            effects.append(self._rounds.answer(peer, message.group, self.epoch))
         elif isinstance(message, ROUND_MESSAGES):
             self._round_event(event, message.group, effects, now)
+
+    def _declines(self, caller: PeerId, call: Call, now: float) -> bool:
+        idle = self._averaging is None and call.key.epoch == self.epoch
+        return idle and self._merging.declines(caller, self.epoch, now)
 
     def _round_event(
         self, event: Received | ChunkArrived, group: bytes, effects: list[Effect], now: float
@@ -226,7 +231,7 @@ class Node:
         if running is not None:
             self._pass_on(running, running.machine.handle(event, now), effects, now)
         else:
-            effects += self._rounds.stray(event, self._matchmaker.seeking, self._epoch)
+            effects += self._rounds.stray(event, self._matchmaker.seeking, self.epoch)
 
     def _pass_on(
         self, running: RunningRound, new: list[Effect], effects: list[Effect], now: float
@@ -272,26 +277,32 @@ class Node:
     # --- an epoch's averaging -------------------------------------------------------------
 
     def _begin(self, request: BeginAveraging, effects: list[Effect], now: float) -> None:
-        self._due = None
-        if self._averaging is not None or (
-            request.due_epoch is not None and request.due_epoch != self._epoch
-        ):
+        epoch = self.epoch if request.due_epoch is None else request.due_epoch
+        self._epochs.begun()
+        self._merging.gave(epoch, request)
+        late = self._averaging is not None or epoch != self.epoch
+        begins = False if late else self._merging.takes(request, now)
+        if begins:
+            self._start(request, effects, now)
+        elif begins is not None:
             # The swarm went on while the snapshot was made.
-            effects.append(AveragingEnded(EpochReport(self._epoch, (), 0.0, True), self._epoch))
-            return
-        stale = self._missed >= STALE_EPOCHS or (not self._averaged and self._epoch > 0)
-        weight = 0.0 if stale and not request.always_weighs else request.weight
-        self._averaging = Averaging(request, now, [weight] * request.chunks)
+            effects.append(AveragingEnded(EpochReport(self.epoch, (), 0.0, True), self.epoch))
+
+    def _start(self, request: BeginAveraging, effects: list[Effect], now: float) -> None:
+        self._epochs.begun()
+        stale = self._merging.stale(self.epoch) and not request.always_weighs
+        masses = [0.0 if stale else request.weight] * request.chunks
+        self._averaging = Averaging(request, now, masses)
         view, me = self.view, self._signer.peer
         peers = view.averaging(request.schema)
         if view.me.schema != request.schema:
             peers = sorted((*peers, me))
-        self._averaging.planned = len(peers)
+        self._averaging.company = peers
         if len(peers) == 1:
             self._end(effects, now)
             return
         size = self._config.matchmaking.group_size
-        plan, ranked = grid.arrange(peers, self._epoch, size, view.dialable)
+        plan, ranked = grid.arrange(peers, self.epoch, size, view.dialable)
         self._seek(plan.path(ranked.index(me), 0), effects, now)
 
     def _seek(self, path: tuple[int, ...], effects: list[Effect], now: float) -> None:
@@ -299,7 +310,7 @@ class Node:
         assert current is not None
         current.sought = now
         current.group = None
-        current.key = key = GroupKey(self._epoch, current.axis, path)
+        current.key = key = GroupKey(self.epoch, current.axis, path)
         fields = current.join_fields(self.view.me)
         self._absorb(self._matchmaker.seek(key, fields, now), effects, now)
 
@@ -397,7 +408,7 @@ class Node:
             climb.over = True
             self._let_go(effects, now)
             return
-        stale = failed.epoch > self._epoch
+        stale = failed.epoch > self.epoch
         if not stale:
             current.no_group(self._signer.peer, failed.reason, now)
         self._end(effects, now, swarm_epoch=failed.epoch)
@@ -407,47 +418,15 @@ class Node:
         assert current is not None
         self._averaging = None
         self._matchmaker.bound = None
-        stale = swarm_epoch > self._epoch
-        report = EpochReport(self._epoch, tuple(current.reports), now - current.began, stale)
+        stale = swarm_epoch > self.epoch
+        report = EpochReport(self.epoch, tuple(current.reports), now - current.began, stale)
         if stale:
-            self._go_to(swarm_epoch, effects, now)
+            self._epochs.go_to(swarm_epoch, effects, now)
         else:
-            self._averaged = True
-            self._missed = 0
-            self._advance(self._epoch + 1, effects, now)
-        effects.append(AveragingEnded(report, self._epoch))
-
-    def _advance(self, epoch: int, effects: list[Effect], now: float) -> None:
-        self._epoch = epoch
-        self._due = None
-        last = self._latest_progress
-        if last is not None:  # its samples were the epoch's before
-            self._latest_progress = LocalProgress(0.0, last.rate, last.step_s)
-        self._matchmaker.epoch = epoch
-        self._progress.advance(epoch, now)
-        live = len(self.view.live)
-        # In a large swarm a sample of the peers tells the rest; the others extrapolate.
-        if live <= PUBLISH_ALWAYS or self._rng.random() < PUBLISHERS / live:
-            effects += self._membership.publish(now, epoch=epoch, **self._progress.pace())
-
-    def _go_to(self, epoch: int, effects: list[Effect], now: float) -> None:
-        """Follow the swarm to a later epoch without having averaged the ones between."""
-        effects.append(
-            Emit(Notice("behind", None, f"swarm is at epoch {epoch}, this peer at {self._epoch}"))
-        )
-        self._missed += epoch - self._epoch
-        self._advance(epoch, effects, now)
-
-    # --- training -------------------------------------------------------------------------
-
-    def _local_progress(self, event: LocalProgress, effects: list[Effect], now: float) -> None:
-        self._latest_progress = event
-        self._matchmaker.ready_s = event.step_s if event.step_s > 0 else -1.0
-        if self._averaging is not None:
-            return  # these samples are the next epoch's
-        fields = self._progress.local(event.samples, event.rate, event.step_s, now)
-        if fields is not None:
-            effects += self._membership.publish(now, epoch=self._epoch, **fields)
+            if not current.request.always_weighs:
+                self._merging.ended(self.epoch, current.company)
+            self._epochs.advance(self.epoch + 1, effects, now)
+        effects.append(AveragingEnded(report, self.epoch))
 
     # --- after every event ----------------------------------------------------------------
 
@@ -455,46 +434,26 @@ class Node:
         if self.view.generation != self._generation:
             self._generation = self.view.generation
             self._tell_losses(effects, now)
-            self._adopt_schema(effects, now)
+            schema = schema_to_reduce(self.view)
+            if schema:
+                effects += self._membership.publish(now, schema=schema)
             self._absorb(self._matchmaker.handle(Tick(), now), effects, now)
             effects += self._misfits.name()
+        self._epochs.tell_again(effects, now)
         if self._averaging is None:
-            self._follow(effects, now)
+            self._epochs.follow(effects, now)
+            request = self._merging.ready(now)
+            if request is not None:
+                self._start(request, effects, now)
         self._clock.wake_at(self._next_wakeup())
 
     def _tell_losses(self, effects: list[Effect], now: float) -> None:
         for running, peer in self._rounds.unreachable(self.view):
             self._pass_on(running, running.machine.lost(peer, now), effects, now)
 
-    def _adopt_schema(self, effects: list[Effect], now: float) -> None:
-        """An aux peer has no model; it reduces what the workers average."""
-        if self._role is not Role.AUX or self.view.me.schema:
-            return
-        known = (self.view.record(peer) for peer in self.view.live)
-        schema = next((r.schema for r in known if r is not None and r.schema), b"")
-        if schema:
-            effects += self._membership.publish(now, schema=schema)
-
-    def _follow(self, effects: list[Effect], now: float) -> None:
-        """Become due, or go to the swarm's epoch."""
-        called = self._matchmaker.called
-        swarm_epoch = self._progress.swarm_epoch()
-        if called is not None and called.epoch > swarm_epoch:
-            swarm_epoch = called.epoch
-        if swarm_epoch > self._epoch:
-            self._go_to(swarm_epoch, effects, now)
-        if self._due == self._epoch:
-            return
-        is_called = called is not None and called.epoch == self._epoch
-        if self.view.me.schema and (is_called or self._progress.due(now)):
-            self._due = self._epoch
-            effects.append(AveragingDue(self._epoch))
-
     def _next_wakeup(self) -> float | None:
         soonest = sooner(self._membership.wakeup, self._matchmaker.wakeup)
+        soonest = sooner(soonest, self._epochs.wakeup(self.averaging))
         for running in self._rounds.all():
             soonest = sooner(soonest, running.machine.wakeup)
-        asks = self.view.me.schema or self._latest_progress  # else nobody looks at the progress
-        if asks and self._averaging is None and self._due is None:
-            soonest = sooner(soonest, self._progress.wakeup)
         return soonest

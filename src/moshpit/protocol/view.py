@@ -12,69 +12,31 @@ two peers exchange everything whenever they compare.
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import merge
 from math import inf
-from typing import Final, final
+from typing import final
 
-import msgspec
-
+from moshpit.protocol.known import (
+    ANYTHING,
+    BUCKETS,
+    HASH_BYTES,
+    Entries,
+    Entry,
+    Known,
+    SharedEntries,
+    Status,
+    averages,
+    bucket_of,
+    hash_of,
+)
 from moshpit.types import PeerId, Role
 from moshpit.wire.messages import PeerRecord
 
-BUCKETS: Final = 64  # by the first 6 bits of the id; guess: 16 records each at N=1000
-HASH_BYTES: Final = 8
-_DIALABLE: Final = frozenset(role.value for role in Role if role.reduces)
-
-
-class Status(StrEnum):
-    """What is believed of a peer."""
-
-    ALIVE = "alive"
-    SUSPECT = "suspect"
-    """It did not answer; it counts as live until it had time to refute."""
-    DEAD = "dead"
-    LEFT = "left"
-
-    @property
-    def live(self) -> bool:
-        return self is Status.ALIVE or self is Status.SUSPECT
-
-
-@dataclass(slots=True)
-class Entry:
-    """What is known of one peer. ``record`` is always the newest that was accepted."""
-
-    record: PeerRecord
-    status: Status
-    since: float
-    """When the status began."""
-    at: float
-    """When the record came."""
-    hash: int
-    cut: bool = False
-    """Not to be had from here right now."""
-    refused_at: float = -inf
-    """When its machine last said that nobody listens."""
-    deadline: float = inf
-    """Of a suspicion."""
-    first_hand: bool = False
-    """This peer's own probe failed, so its suspicion does not rest on hearsay."""
-    accusers: tuple[bytes, ...] = ()
-    told_at: float = -inf
-    """When it was last told what is believed of it here."""
-
-
-def bucket_of(peer: bytes) -> int:
-    """Return the digest bucket of a peer."""
-    return peer[0] >> 2
-
 
 def same_standing(a: PeerRecord, b: PeerRecord) -> bool:
-    """Whether two records of a peer differ in progress only (samples, rates, epoch)."""
+    """Whether two records of a peer differ in progress only (samples, rates, epoch, lineage)."""
     return (
         a.incarnation == b.incarnation
         and a.schema == b.schema
@@ -82,41 +44,38 @@ def same_standing(a: PeerRecord, b: PeerRecord) -> bool:
         and a.via == b.via
         and a.role == b.role
         and a.left == b.left
+        and a.merges_from == b.merges_from
     )
-
-
-def _hash(record: PeerRecord) -> int:
-    standing = (
-        record.peer,
-        record.incarnation,
-        record.role,
-        record.addresses,
-        record.via,
-        record.schema,
-    )
-    digest = hashlib.blake2b(msgspec.msgpack.encode(standing), digest_size=HASH_BYTES).digest()
-    return int.from_bytes(digest, "little")
 
 
 @final
 class LiveView:
     """One peer's view of the swarm (see the module)."""
 
-    def __init__(self, me: PeerRecord, now: float) -> None:
+    def __init__(self, me: PeerRecord, now: float, known: Known | None = None) -> None:
         self.generation = 0
-        self.entries: dict[bytes, Entry] = {}
-        self._live: list[PeerId] = []
-        self._ids: list[PeerId] = []
-        self._hashes = [0] * BUCKETS
-        self._dialable: dict[bytes, None] = {}
-        self.dialable: Callable[[bytes], bool] = self._dialable.__contains__
-        """Whether a peer can be dialled, as far as its record says, and so host and reduce."""
+        self.known = known
+        self._shared = None if known is None else SharedEntries(known, now)
+        self.entries: Entries = {} if self._shared is None else self._shared
+        self._live: list[PeerId] = [] if known is None else known.live
+        self._live_is_own = known is None
+        self._gone: list[PeerId] = []
+        """Those that are known and not alive, sorted by id."""
+        self._hashes = [0] * BUCKETS if known is None else list(known.buckets)
+        self._clients: dict[bytes, None] = {} if known is None else dict(known.clients)
+        self._schemas: dict[bytes, int] = {} if known is None else dict(known.schemas)
+        """How many of the live average what."""
         self._cuts: dict[PeerId, None] = {}
         self._averaging: tuple[int, bytes, list[PeerId]] = (-1, b"", [])
         self._watchers: list[Callable[[Entry], None]] = []
         self.links: dict[PeerId, None] = {}
         """To whom a connection exists, oldest first."""
-        self._me = self.add(me, now)
+        self._me = self._known_me(me, now) if me.peer in self.entries else self.add(me, now)
+
+    def _known_me(self, me: PeerRecord, now: float) -> Entry:
+        entry = self.entries[me.peer]
+        self.renew(entry, me, now)
+        return entry
 
     @property
     def me(self) -> PeerRecord:
@@ -130,6 +89,10 @@ class LiveView:
 
     def record(self, peer: bytes) -> PeerRecord | None:
         """What is known of a peer, alive or not."""
+        if self._shared is not None:
+            shared = self._shared.shared(peer)
+            if shared is not None:
+                return shared
         entry = self.entries.get(peer)
         return None if entry is None else entry.record
 
@@ -140,15 +103,24 @@ class LiveView:
 
     def reachable(self, peer: bytes) -> bool:
         """Believed alive, and not known to be cut off from this peer right now."""
+        if self._shared is not None and self._shared.shared(peer) is not None:
+            return True
         entry = self.entries.get(peer)
         return entry is not None and not entry.cut and entry.status.live
 
+    def dialable(self, peer: bytes, /) -> bool:
+        """Whether a peer can be dialled, as far as its record says, and so host and reduce."""
+        return peer not in self._clients and peer in self.entries
+
     def averaging(self, schema: bytes) -> Sequence[PeerId]:
         """The live peers that average this schema, sorted by id. Not to be changed."""
+        counts = self._schemas
+        if counts.get(schema, 0) + counts.get(ANYTHING, 0) == len(self._live):
+            return self._live
         generation, known, peers = self._averaging
         if generation != self.generation or known != schema:
-            entries = self.entries
-            peers = [peer for peer in self._live if entries[peer].record.schema == schema]
+            wanted, record = (schema, ANYTHING), self.record
+            peers = [p for p in self._live if (r := record(p)) and averages(r) in wanted]
             self._averaging = (self.generation, schema, peers)
         return peers
 
@@ -158,7 +130,18 @@ class LiveView:
 
     def records(self) -> Iterator[PeerRecord]:
         """All records, of the dead too, sorted by id."""
-        return (self.entries[peer].record for peer in self._ids)
+        ids = merge(self._live, self._gone)
+        return (record for peer in ids if (record := self.record(peer)) is not None)
+
+    @property
+    def seen(self) -> Iterable[bytes]:
+        """Of a view that began with something `known`: of whom it has entries of its own."""
+        return () if self._shared is None else self._shared.own
+
+    @property
+    def forgotten(self) -> Iterable[bytes]:
+        """Of such a view: whom it began with, and has dropped."""
+        return () if self._shared is None else self._shared.gone
 
     def watch(self, watcher: Callable[[Entry], None]) -> None:
         """Have ``watcher`` called with each entry whose record or status has changed."""
@@ -169,14 +152,14 @@ class LiveView:
     def add(self, record: PeerRecord, now: float) -> Entry:
         """Take up a peer that is not in the view."""
         peer = PeerId(record.peer)
-        entry = Entry(record, Status.ALIVE, now, now, _hash(record))
+        entry = Entry(record, Status.ALIVE, now, now, hash_of(record))
         self.entries[peer] = entry
-        insort(self._ids, peer)
-        insort(self._live, peer)
+        insort(self._own_live(), peer)
         self._hashes[bucket_of(peer)] ^= entry.hash
         self.generation += 1
-        if record.role in _DIALABLE:
-            self._dialable[peer] = None
+        self._count(record, 1)
+        if record.role == Role.CLIENT:
+            self._clients[peer] = None
         self._tell(entry)
         return entry
 
@@ -185,15 +168,18 @@ class LiveView:
         old = entry.record
         entry.record, entry.at = record, now
         if not same_standing(old, record):
-            new_hash = _hash(record)
+            new_hash = hash_of(record)
             if entry.status.live:
                 self._hashes[bucket_of(record.peer)] ^= entry.hash ^ new_hash
             entry.hash = new_hash
         if old.role != record.role or old.schema != record.schema:
             self.generation += 1
-            self._dialable.pop(record.peer, None)
-            if record.role in _DIALABLE:
-                self._dialable[record.peer] = None
+            self._clients.pop(record.peer, None)
+            if record.role == Role.CLIENT:
+                self._clients[record.peer] = None
+            if entry.status.live:
+                self._count(old, -1)
+                self._count(record, 1)
         self._tell(entry)
 
     def mark(self, entry: Entry, status: Status, now: float) -> None:
@@ -205,10 +191,11 @@ class LiveView:
         if was_live != status.live:
             peer = PeerId(entry.record.peer)
             self._hashes[bucket_of(peer)] ^= entry.hash
-            if status.live:
-                insort(self._live, peer)
-            else:
-                del self._live[bisect_left(self._live, peer)]
+            live, gone = self._own_live(), self._gone
+            here, there = (live, gone) if status.live else (gone, live)
+            insort(here, peer)
+            del there[bisect_left(there, peer)]
+            self._count(entry.record, 1 if status.live else -1)
             self.generation += 1
         self._tell(entry)
 
@@ -237,9 +224,19 @@ class LiveView:
         """Drop a peer that is dead."""
         peer = PeerId(entry.record.peer)
         del self.entries[peer]
-        self._dialable.pop(peer, None)
-        del self._ids[bisect_left(self._ids, peer)]
+        self._clients.pop(peer, None)
+        del self._gone[bisect_left(self._gone, peer)]
         self._tell(entry)
+
+    def _own_live(self) -> list[PeerId]:
+        """Return the list of the living, to be changed."""
+        if not self._live_is_own:
+            self._live, self._live_is_own = self._live.copy(), True
+        return self._live
+
+    def _count(self, record: PeerRecord, by: int) -> None:
+        schema = averages(record)
+        self._schemas[schema] = self._schemas.get(schema, 0) + by
 
     def _tell(self, entry: Entry) -> None:
         for watcher in self._watchers:
@@ -257,8 +254,17 @@ class LiveView:
 
     def bucket(self, index: int) -> list[Entry]:
         """Return the entries of one bucket, of the dead too, sorted by id."""
-        first = bisect_left(self._ids, bytes((index << 2,)))
-        last = len(self._ids)
-        if index + 1 < BUCKETS:
-            last = bisect_left(self._ids, bytes(((index + 1) << 2,)))
-        return [self.entries[peer] for peer in self._ids[first:last]]
+        ids = merge(self.live_in(index), _within(self._gone, index))
+        return [self.entries[peer] for peer in ids]
+
+    def live_in(self, index: int) -> Sequence[PeerId]:
+        """Return the live peers of one bucket, sorted by id."""
+        return _within(self._live, index)
+
+
+def _within(ids: list[PeerId], index: int) -> list[PeerId]:
+    """Return those of some sorted ids that are in a bucket."""
+    last = len(ids)
+    if index + 1 < BUCKETS:
+        last = bisect_left(ids, bytes(((index + 1) << 2,)))
+    return ids[bisect_left(ids, bytes((index << 2,))) : last]

@@ -184,6 +184,8 @@ class Desks:
 
     def behind(self, process: Process) -> bool:
         """Whether the swarm has gone on so far that its state should be fetched."""
+        if process.node.merging is not None:  # it has something to give instead
+            return False
         return process.node.epoch - process.trainer.epoch > BEHIND_MAX
 
     def catch_up(self, process: Process) -> None:

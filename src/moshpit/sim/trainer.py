@@ -53,14 +53,16 @@ class Trainer:
             an aux peer, which only reduces.
         slowness: by how much its machine is slower at the moment.
         between: called after every step; returns whether training stops there for now.
+        merging: returns what the node says of a merging of sides (`Node.merging`).
 
     Attributes:
         epoch: what the values are of.
     """
 
     __slots__ = (
-        "_batch", "_between", "_due_epoch", "_hand", "_job", "_life", "_reported", "_rng",
-        "_schedule", "_slowness", "_step_s", "epoch", "phase", "samples", "values", "weight",
+        "_batch", "_between", "_due_epoch", "_hand", "_job", "_life", "_merging", "_reported",
+        "_rng", "_schedule", "_slowness", "_step_s", "epoch", "phase", "samples", "values",
+        "weight",
     )  # fmt: skip
 
     def __init__(
@@ -74,6 +76,7 @@ class Trainer:
         step_s: float,
         slowness: Callable[[], float],
         between: Callable[[], bool] = lambda: False,
+        merging: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._job = job
         self._schedule = schedule
@@ -83,6 +86,7 @@ class Trainer:
         self._step_s = step_s
         self._slowness = slowness
         self._between = between
+        self._merging = merging
         self.epoch = 0
         self._life = 0
         self._reported = -1.0
@@ -166,8 +170,12 @@ class Trainer:
         if job.drift and self._batch > 0.0:
             self.values = [v + self._rng.gauss(0.0, job.drift) for v in self.values]
         self.phase = Phase.AVERAGING
-        self.weight = self.samples
+        earlier = self._merging()
+        self.weight = self.samples + (earlier or 0.0)
         due, self._due_epoch = self._due_epoch, None
         self._hand(
-            BeginAveraging(self.weight, SCHEMA, job.chunks, job.vector_bytes, due, job.average_only)
-        )
+            BeginAveraging(
+                self.weight, SCHEMA, job.chunks, job.vector_bytes, due, job.average_only,
+                earlier=earlier or 0.0, merges=earlier is not None,
+            )
+        )  # fmt: skip

@@ -242,7 +242,7 @@ class World:
         return Trainer(
             self._job, self.schedule, rng, hand,
             batch=batch, step_s=step_s, slowness=lambda: host.slow,
-            between=lambda: self._between(process),
+            between=lambda: self._between(process), merging=lambda: process.node.merging,
         )  # fmt: skip
 
     def _join(self, process: Process, _: None) -> None:

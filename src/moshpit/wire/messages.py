@@ -78,6 +78,11 @@ class PeerRecord(Shown, frozen=True, array_like=True):
     """It has left on purpose."""
     admission: Admission
     signature: bytes = b""
+    lineage: bytes = b""
+    """Labels of some of its averagings, newest first: epoch (4 bytes), label (2 bytes) each."""
+    merges_from: int = -1
+    """It is about to merge with peers that were cut off from it: the first epoch that the sides
+    have not averaged together. Its weight is all that it has done since. -1: it is not."""
 
 
 class Suspicion(msgspec.Struct, frozen=True, array_like=True):

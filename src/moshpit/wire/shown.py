@@ -8,7 +8,7 @@ import msgspec
 
 from moshpit.types import short
 
-_PROOFS = frozenset({"admission", "signature"})
+_PROOFS = frozenset({"admission", "signature", "lineage"})
 
 
 class Shown(msgspec.Struct, frozen=True, array_like=True):
