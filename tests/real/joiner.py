@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--samples", type=float, default=256.0)
     parser.add_argument("--directory", default=None)
+    parser.add_argument("--keep", type=int, default=3)
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -89,7 +90,7 @@ def main() -> None:
         strategy = the_strategy(args.strategy, args.samples)
         checkpoint = None
         if args.directory is not None:
-            checkpoint = moshpit.Checkpoint(args.directory, keep=3, resume=args.resume)
+            checkpoint = moshpit.Checkpoint(args.directory, keep=args.keep, resume=args.resume)
         optimizer = moshpit.Optimizer(
             inner, swarm, strategy, batch_size=BATCH, model=model, checkpoint=checkpoint
         )
