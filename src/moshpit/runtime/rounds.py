@@ -40,7 +40,7 @@ from moshpit.wire.messages import GroupFormed
 
 COPIES_PER_S: Final = 2e9  # bytes; measured, copying into new memory
 SETTLE_S_MIN: Final = 0.002  # guess
-SETTLE_SHARE: Final = 0.02  # guess: of the time that the averaging took
+SETTLE_SHARE: Final = 0.005  # guess: of the time that the averaging took; nobody sees it
 
 
 class Rounds:
