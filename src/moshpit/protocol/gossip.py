@@ -51,13 +51,19 @@ class Rumors:
         if level is not None:
             del self._levels[level][(peer, suspicion)]
 
-    def pick(self, peers: int) -> Gossip:
-        """Return what the next message should carry, in a swarm of ``peers``."""
+    def pick(self, peers: int, *, fresh: int | None = None) -> Gossip:
+        """Return what the next message should carry.
+
+        Args:
+            peers: how many there are in the swarm.
+            fresh: only what was sent less often than this; nothing: whatever is to be told. While
+                many things change, pushes that did not do so would repeat all of it at once.
+        """
         if not self._level_of:
             return NO_GOSSIP
         sends_max = max(1, ceil(self._multiplier * log10(peers + 1)))
         picked: list[tuple[Key, int, Rumor]] = []
-        for level, queue in enumerate(self._levels):
+        for level, queue in enumerate(self._levels[:fresh]):
             for key in reversed(queue):
                 if len(picked) >= self._per_message_max:
                     break

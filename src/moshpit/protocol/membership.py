@@ -30,6 +30,7 @@ from typing import Any, Final, final
 
 from moshpit.config import MembershipConfig
 from moshpit.protocol.gossip import beliefs, gossip_of, pages
+from moshpit.protocol.known import Known
 from moshpit.protocol.machine import (
     Effect,
     Event,
@@ -41,7 +42,7 @@ from moshpit.protocol.machine import (
     Signer,
     Tick,
 )
-from moshpit.protocol.probing import Probe, Probes, Relay
+from moshpit.protocol.probing import Probe, ProbeOrder, Probes, Relay
 from moshpit.protocol.roster import Roster
 from moshpit.protocol.view import BUCKETS, Entry, LiveView, Status
 from moshpit.types import PeerId, Role
@@ -81,15 +82,23 @@ class Membership:
         config: intervals and limits.
         rng: randomness; the same seed and events give the same effects.
         now: the time.
+        known: whom it knows already, if other nodes of this process know the same.
 
     Raises:
         ConfigError: the record is one that no peer would believe.
     """
 
     def __init__(
-        self, signer: Signer, record: PeerRecord, config: MembershipConfig, rng: Rng, now: float
+        self,
+        signer: Signer,
+        record: PeerRecord,
+        config: MembershipConfig,
+        rng: Rng,
+        now: float,
+        *,
+        known: Known | None = None,
     ) -> None:
-        self._roster = Roster(signer, record, config, now)
+        self._roster = Roster(signer, record, config, now, known)
         self.view: Final[LiveView] = self._roster.view
         self._me = signer.peer
         self._config = config
@@ -97,7 +106,7 @@ class Membership:
         self._probes = Probes(rng.getrandbits(31))
         self._linked = self.view.links
         self._digests: dict[PeerId, float] = {}  # to whom one was sent, and when
-        self._order: list[PeerId] = []  # whom to probe, from the end
+        self._order = ProbeOrder(self.view, self._me, rng)
         self._probe_at = now + rng.random() * config.probe_interval_s
         self._exchange_at = now + rng.random() * config.exchange_interval_s
         self._push_at = inf
@@ -206,8 +215,8 @@ class Membership:
     def _send(self, peer: PeerId, message: Message) -> None:
         self._roster.out.append(Send(peer, message))
 
-    def _gossip(self, peer: PeerId) -> Gossip:
-        gossip = self._roster.rumors.pick(len(self.view.live))
+    def _gossip(self, peer: PeerId, fresh: int | None = None) -> Gossip:
+        gossip = self._roster.rumors.pick(len(self.view.live), fresh=fresh)
         about = self._roster.about(peer)
         if not about:
             return gossip
@@ -216,18 +225,15 @@ class Membership:
 
     def _push(self) -> None:
         for peer in self._some(PUSH_FANOUT):
-            gossip = self._gossip(peer)
+            gossip = self._gossip(peer, PUSH_FANOUT)  # the rest of a rumour's sends rides on probes
             if gossip is NO_GOSSIP:
                 return
             self._send(peer, News(gossip))
 
-    def _can_reach(self, entry: Entry) -> bool:
+    def _can_reach(self, peer: PeerId) -> bool:
         """Whether a message sent to this peer may arrive."""
-        return (
-            entry.status.live
-            and not entry.cut
-            and (entry.record.role != Role.CLIENT or entry.record.peer in self._linked)
-        )
+        view = self.view
+        return view.reachable(peer) and (view.dialable(peer) or peer in self._linked)
 
     def _some(self, count: int, but: bytes = b"") -> list[PeerId]:
         """Return up to ``count`` random peers that can be reached."""
@@ -239,7 +245,7 @@ class Membership:
         for peer in chain(draws, live[first:], live[:first]):
             if len(chosen) == count:
                 break
-            if peer not in (self._me, but, *chosen) and self._can_reach(self.view.entries[peer]):
+            if peer not in (self._me, but, *chosen) and self._can_reach(peer):
                 chosen.append(peer)
         return chosen
 
@@ -410,13 +416,10 @@ class Membership:
             self._probe(cut, now)
         if self._intervals % RECONNECT_INTERVALS == 0:
             self._reconnect()
-        for _ in range(2):
-            while self._order:
-                entry = self.view.entries.get(self._order.pop())
-                if entry is not None and entry.status.live and self._probe(entry, now):
-                    return
-            self._order = [peer for peer in self.view.live if peer != self._me]
-            self._rng.shuffle(self._order)
+        for peer in self._order.next():
+            entry = self.view.entries.get(peer)
+            if entry is not None and entry.status.live and self._probe(entry, now):
+                return
 
     def _reconnect(self) -> None:
         """Ping a random one of the dead, in case it was a partition."""
@@ -466,7 +469,7 @@ class Membership:
         if record.role != Role.CLIENT:
             return self._some(self._config.indirect_probes, record.peer)
         via = [PeerId(p) for p in record.via if p != self._me and self.view.reachable(p)]
-        return [p for p in dict.fromkeys(via) if self._can_reach(self.view.entries[p])]
+        return [p for p in dict.fromkeys(via) if self._can_reach(p)]
 
     def _probe_late(self, probe: Probe, now: float) -> None:
         entry = self.view.entries.get(probe.target)

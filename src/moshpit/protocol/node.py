@@ -25,6 +25,7 @@ from moshpit.protocol.climb import Climb, RunningRound
 from moshpit.protocol.clock import OwnClock, past, sooner
 from moshpit.protocol.course import Averaging
 from moshpit.protocol.epochs import Epochs
+from moshpit.protocol.known import Known
 from moshpit.protocol.machine import (
     ROUTINE,
     AveragingEnded,
@@ -77,6 +78,7 @@ class Node:
         rng: the only source of randomness.
         now: the driver's clock, seconds.
         target: samples per epoch of the whole swarm; 0: averaging begins only on request.
+        known: whom it knows already, if other nodes of this process know the same.
     """
 
     def __init__(
@@ -88,11 +90,12 @@ class Node:
         now: float,
         *,
         target: float = 0.0,
+        known: Known | None = None,
     ) -> None:
         self._signer = signer
         self._config = config
         self._rng = rng
-        self._membership = Membership(signer, record, config.membership, rng, now)
+        self._membership = Membership(signer, record, config.membership, rng, now, known=known)
         self._matchmaker = Matchmaker(
             signer, self._membership.view, config.matchmaking, config.round, rng
         )

@@ -6,14 +6,18 @@ or overloaded; each failure makes it more patient, each success less.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Final
 
+from moshpit.protocol.machine import Rng
+from moshpit.protocol.view import BUCKETS, LiveView
 from moshpit.types import PeerId
 
 HEALTH_MAX: Final = 4  # guess: timeouts grow up to five-fold; Lifeguard has 8
 PROBES_MAX: Final = 64  # guess: probes under way at once
+WHOLE_MAX: Final = 1024  # guess: a list of so many ids costs as little as the buckets do
 RELAYS_MAX: Final = 256  # guess: probes made for others
 
 
@@ -36,6 +40,46 @@ class Relay:
     asker: PeerId
     seq: int
     target: PeerId
+
+
+class ProbeOrder:
+    """Whom to probe next: everybody once, in a random order, then again in another one.
+
+    In a large swarm one bucket of ids after another, in a random order: a list of everybody,
+    shuffled at once, costs milliseconds and, in a simulator of thousands, gigabytes.
+
+    Args:
+        view: the living.
+        me: not this one.
+        rng: randomness.
+    """
+
+    def __init__(self, view: LiveView, me: PeerId, rng: Rng) -> None:
+        self._view = view
+        self._me = me
+        self._rng = rng
+        self._order: list[PeerId] = []  # from the end
+        self._parts: list[int] = []  # buckets that follow, from the end
+
+    def next(self) -> Iterator[PeerId]:
+        """Yield candidates, until one of them is probed; may be none, and must be checked: they
+        were alive when their turn was decided."""
+        for _ in range(2):
+            while self._order:
+                yield self._order.pop()
+            self._order = [peer for peer in self._next_part() if peer != self._me]
+            self._rng.shuffle(self._order)
+
+    def _next_part(self) -> Sequence[PeerId]:
+        if len(self._view.live) <= WHOLE_MAX:
+            return self._view.live
+        parts = self._parts
+        if not parts:
+            parts += range(BUCKETS)
+            for last in range(BUCKETS - 1, 0, -1):
+                other = self._rng.randrange(last + 1)
+                parts[last], parts[other] = parts[other], parts[last]
+        return self._view.live_in(parts.pop())
 
 
 class Probes:

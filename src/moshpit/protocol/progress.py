@@ -23,7 +23,8 @@ from typing import Final, final
 
 from moshpit.config import ProgressConfig
 from moshpit.protocol.judge import RATE_MAX, SAMPLES_MAX, STEP_S_MAX
-from moshpit.protocol.view import Entry, LiveView
+from moshpit.protocol.known import Entry, Known
+from moshpit.protocol.view import LiveView
 from moshpit.types import Role
 
 STALL_STEPS: Final = 2  # guess: a step that takes this many times as long is not believed in
@@ -102,8 +103,12 @@ class Progress:
         self._groups: dict[int, _Group] = {}
         self._ends: list[tuple[float, bytes]] = []
         self._trainers = 0
-        for peer in sorted(self._view.entries):
-            self._take(self._view.entries[peer])
+        self._dropped: dict[bytes, None] = {}
+        known, entries = self._view.known, self._view.entries
+        if known is not None:
+            self._take_known(known)
+        for peer in sorted(entries if known is None else self._view.seen):
+            self._take(entries[peer])
         self._sum_up()
 
     @property
@@ -164,10 +169,12 @@ class Progress:
         peer = entry.record.peer
         if peer == self._me:
             return False
-        old = self._lines.pop(peer, None)
+        old = self._lines.pop(peer, None) or self._first_line(peer)
         if old is not None:
             self._weigh(old, -1)
         if self._view.entries.get(peer) is not entry:
+            if self._view.known is not None:
+                self._dropped[peer] = None
             return True
         line = _Line(entry, self._start, self._rate_max, self._config.report_max_interval_s)
         self._lines[peer] = line
@@ -176,6 +183,26 @@ class Progress:
             heappush(self._ends, (line.ends, peer))
         # What this epoch's own group holds is in no sum over groups.
         return not (line.epoch == self._epoch and (old is None or old.epoch == self._epoch))
+
+    def _take_known(self, known: Known) -> None:
+        """Count everybody in what the view began with, without a line for each."""
+        for epoch, count in known.epochs.items():
+            group = self._groups[epoch] = _Group()
+            group.lines = group.live = count
+        self._trainers = known.trainers
+        for peer in (self._me, *self._view.forgotten):
+            line = self._first_line(peer)
+            if line is not None:
+                self._weigh(line, -1)
+            self._dropped[peer] = None
+
+    def _first_line(self, peer: bytes) -> _Line | None:
+        """Return the line that `_take_known` has counted for a peer, if it still counts."""
+        known = self._view.known
+        if known is None or peer not in known.records or peer in self._dropped:
+            return None
+        entry = known.entry(peer, self._start)
+        return _Line(entry, self._start, self._rate_max, self._config.report_max_interval_s)
 
     def _weigh(self, line: _Line, sign: int) -> None:
         group = self._groups.get(line.epoch)

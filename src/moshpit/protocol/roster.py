@@ -26,6 +26,7 @@ from moshpit.errors import ConfigError
 from moshpit.events import Notice
 from moshpit.protocol.gossip import Rumor, Rumors, gossip_of, suspicion_of
 from moshpit.protocol.judge import COUNTER_MAX, record_flaw, suspicion_flaw
+from moshpit.protocol.known import Known
 from moshpit.protocol.machine import Effect, Emit, Send, Signer
 from moshpit.protocol.view import Entry, LiveView, Status, same_standing
 from moshpit.types import PeerId, Role, short
@@ -44,7 +45,12 @@ class Roster:
     """Beliefs about all peers (see the module). Effects collect in `out`."""
 
     def __init__(
-        self, signer: Signer, record: PeerRecord, config: MembershipConfig, now: float
+        self,
+        signer: Signer,
+        record: PeerRecord,
+        config: MembershipConfig,
+        now: float,
+        known: Known | None,
     ) -> None:
         _check_own(record)
         if record.peer != signer.peer:
@@ -52,7 +58,7 @@ class Roster:
         self._signer = signer
         self._config = config
         self.me: Final = signer.peer
-        self.view = LiveView(signer.sign_message(record), now)
+        self.view = LiveView(signer.sign_message(record), now, known)
         self.rumors = Rumors(config.retransmit_multiplier, config.rumors_per_message_max)
         self.out: list[Effect] = []
         self.urgent = False
@@ -63,7 +69,8 @@ class Roster:
         self.graves: deque[tuple[float, PeerId]] = deque()
         """When which peer died or left, in order; may hold some that came back since."""
         self._refusals = 0
-        self.rumors.add(self.view.me)
+        if known is None or known.records.get(self.me) != self.view.me:
+            self.rumors.add(self.view.me)
 
     # --- what arrives ---------------------------------------------------------------------
 

@@ -37,8 +37,8 @@ class Host:
     """A machine: where it stands, what its line carries, and which process runs on it."""
 
     __slots__ = (
-        "bulk_queue", "dark", "down", "down_free", "index", "lives", "loss", "nat", "process",
-        "region", "sides", "slow", "up", "up_busy",
+        "bulk_queue", "dark", "down", "down_free", "index", "last", "lives", "loss", "nat",
+        "process", "region", "sides", "slow", "up", "up_busy",
     )  # fmt: skip
 
     def __init__(self, index: int, region: int, up: float, down: float, nat: bool) -> None:
@@ -54,6 +54,8 @@ class Host:
         self.dark = False
         """Without power: nothing answers, not even that nobody listens."""
         self.process: Process | None = None
+        self.last: Process | None = None
+        """The latest that ran here."""
         self.lives = 0
         self.bulk_queue: deque[Bulk] = deque()
         self.up_busy = False

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from moshpit.protocol.known import Known
 from moshpit.protocol.machine import (
     Accumulate,
     AveragingDue,
@@ -42,7 +43,7 @@ from moshpit.sim.store import Contribution, Payload
 from moshpit.sim.trace import Trace
 from moshpit.sim.trainer import SCHEMA, Job, Phase, Trainer
 from moshpit.types import PeerId, Role, short
-from moshpit.wire.messages import Difference, Gossip, Join, JoinRefused, Refusal
+from moshpit.wire.messages import Join, JoinRefused, Refusal
 
 PORT = 7000
 FIRST_ADDRESSES = 3  # how many a ticket names
@@ -75,6 +76,7 @@ class World:
         self._rng = self._generator("world")
         self._by_peer: dict[PeerId, Process] = {}
         self._keys = 0
+        self._known: Known | None = None
         self._spins: dict[int, int] = {}
         self.trace = Trace(log, self._name)
         self.checkers = Checkers(
@@ -139,12 +141,12 @@ class World:
         """Run to the end: all epochs and then the drain, or the time limit."""
         swarm, checks = self.scenario.swarm, self.scenario.checks
         plain = [self.new_host() for _ in range(swarm.peers)]
-        spread = 0.0 if swarm.start == "warm" else swarm.join_spread_s
-        for host in plain:
-            when = spread * self._rng.random() if host.index else 0.0
-            self.schedule.at(when, self._first_start, host)
         if swarm.start == "warm":
-            self.schedule.at(0.0, self._warm_up)
+            self.schedule.at(0.0, self._start_warm)
+        else:
+            for host in plain:
+                when = swarm.join_spread_s * self._rng.random() if host.index else 0.0
+                self.schedule.at(when, self._first_start, host)
         self.faults.epoch_reached(0)
         self.schedule.at(POLL_S, self._poll)
         self.finished = self.schedule.run(checks.time_limit_s)
@@ -188,39 +190,56 @@ class World:
 
     def start(self, host: Host, *, same_key: bool) -> None:
         """Start a process on a host, with its last key or a new one."""
-        if host.process is not None:
-            return
-        last = next((p for p in reversed(self.processes) if p.host is host), None)
+        if host.process is None:
+            process = self._new_process(host, same_key=same_key)
+            self._launch(process)
+            self._join(process, None)
+            process.trainer.work()
+
+    def _start_warm(self, _x: None, _y: None) -> None:
+        """Start everybody at once, each knowing everybody."""
+        processes = [self._new_process(host, same_key=False) for host in self.hosts]
+        records = [first_record(process, SCHEMA, PORT) for process in processes]
+        self._known = Known([SimSigner(PeerId(r.peer)).sign_message(r) for r in records])
+        for process in processes:
+            self._launch(process)
+            process.trainer.work()
+        self._known = None
+
+    def _new_process(self, host: Host, *, same_key: bool) -> Process:
+        last = host.last
         if same_key and last is not None:
             peer, role = last.peer, last.role
         else:
             peer, role = peer_id(self._seed, self._keys), self._role(host)
             self._keys += 1
-        index = len(self.processes)
-        now = self.schedule.now
-        process = Process(index, peer, host, role, born=now, offset=self._rng.uniform(0.0, 1e3))
-        process.node = self.make_node(process)
-        if self._desks is not None and role.trains:
-            self._desks.open(process)
-        process.trainer = self._trainer(process)
-        host.process = process
+        index, offset = len(self.processes), self._rng.uniform(0.0, 1e3)
+        process = Process(index, peer, host, role, born=self.schedule.now, offset=offset)
+        host.process = host.last = process
         self.processes.append(process)
         self._by_peer[peer] = process
-        self.trace.note(now, f"{process.name} starts ({role.value}, key {short(peer)})")
+        return process
+
+    def _launch(self, process: Process) -> None:
+        process.node = self.make_node(process)
+        if self._desks is not None and process.role.trains:
+            self._desks.open(process)
+        process.trainer = self._trainer(process)
+        text = f"{process.name} starts ({process.role.value}, key {short(process.peer)})"
+        self.note(text)
         self.faults.born(process)
         self._arm(process)
-        if self.scenario.swarm.start == "join" or now > 0.0:
-            self._join(process, None)
-        process.trainer.work()
 
     def make_node(self, process: Process) -> NodeMachine:
         """Make the machine of a new process; tests of the checkers put broken ones here."""
         rng = self._generator(f"node/{process.index}")
         now = self.schedule.now + process.offset
-        return Node(
+        node = Node(
             SimSigner(process.peer), first_record(process, SCHEMA, PORT), self.config, rng, now,
-            target=self._target,
+            target=self._target, known=self._known,
         )  # fmt: skip
+        node.merge(not self._job.average_only)
+        return node
 
     def _role(self, host: Host) -> Role:
         if host.nat:
@@ -257,14 +276,6 @@ class World:
 
     def _join_failed(self, process: Process) -> None:
         self.schedule.at(self.schedule.now + JOIN_AGAIN_S, self._join, process)
-
-    def _warm_up(self, _x: None, _y: None) -> None:
-        """Give every node every record, as one long exchange of views would."""
-        records = tuple(process.node.view.me for process in self.processes)
-        first = self.processes[0]
-        for process in self.processes:
-            teller = first if process is not first else self.processes[-1]
-            self._hand(process, Received(teller.peer, Difference(Gossip(records))), None)
 
     def kill(self, process: Process, *, dark: bool) -> None:
         """End a process, and its machine's power where ``dark``."""
