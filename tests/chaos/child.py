@@ -14,11 +14,10 @@ import time
 from pathlib import Path
 
 from .network import Site
-from .record import Event, Held, Life
+from .record import GRACE_S, Event, Held, Life
 
 SCRIPT = Path(__file__).with_name("trainer.py")
 PORT = 7000
-GRACE_S = 30.0  # of --grace: a busy machine's processes need their time
 LOG_LINES = 12
 
 

@@ -18,7 +18,7 @@ from moshpit.types import Address
 
 from .child import PORT, Process
 from .network import Network, Site, network
-from .record import Event, Record
+from .record import KEEP, Event, Record
 from .schedule import Fault, Kind, Place
 from .verdict import healed_at
 
@@ -224,7 +224,7 @@ class Chaos:
         args += ["--seed", str(self._seed * 10_000 + peer.number * 100 + peer.lives)]
         args += ["--peers", str(wait_for), "--strategy", training.strategy]
         args += ["--samples", str(training.samples), "--batch", str(training.batch)]
-        args += ["--pace", str(training.pace), "--lr", str(training.lr)]
+        args += ["--pace", str(training.pace), "--lr", str(training.lr), "--keep", str(KEEP)]
         if peer.process is not None:
             peer.process.end()
         peer.lives += 1

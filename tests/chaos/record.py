@@ -9,6 +9,9 @@ from .schedule import Fault
 
 Event = dict[str, Any]
 
+GRACE_S = 30.0  # of --grace: a busy machine's processes need their time
+KEEP = 2  # checkpoints that each peer keeps
+
 
 @dataclass(frozen=True)
 class Held:

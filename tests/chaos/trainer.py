@@ -110,7 +110,7 @@ class Trainer:
             strategy_of(args.strategy, args.samples),
             batch_size=args.batch,
             model=self.model,
-            checkpoint=moshpit.Checkpoint(args.checkpoints, every=2, keep=2),
+            checkpoint=moshpit.Checkpoint(args.checkpoints, every=2, keep=args.keep),
         )
         self.batches = Batches(data.part(args.index, args.parts), args.seed)
 
@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("--pace", type=float, required=True)
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--checkpoints", required=True)
+    parser.add_argument("--keep", type=int, required=True)
     parser.add_argument("--weights", required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from .record import Life, Record
+from .record import GRACE_S, KEEP, Life, Record
 
 BUSY_S = 5.0  # what a crowded machine may add to any wait; none of ours
-GRACE_S = 30.0
 HEALING_EPOCHS = 10
 STILL_S = 60.0  # so long nobody may be without an epoch, whatever is done
 THREADS_MORE = 4
@@ -16,7 +15,6 @@ SOCKETS_MORE = 8  # a link and its stripes may be renewed when we look
 FILES_MORE = 8
 MEMORY_MORE_MB = 96.0  # an allocator's high-water mark: states for joiners, two at most
 AFTER_FILES = 12
-KEEP = 2
 
 Rule = Callable[[Record], list[str]]
 
