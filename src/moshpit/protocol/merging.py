@@ -78,6 +78,8 @@ class Merging:
         self._own_side = False
         self._averaged = False
         self._missed = 0
+        self.able = False
+        """Whether this peer can merge; else it shows no lineage, and declares nothing."""
         self.first: int | None = None
         """The first epoch whose work counts in the next averaging; None: its own only."""
         self.held_until: float | None = None
@@ -112,7 +114,7 @@ class Merging:
     def fields(self) -> dict[str, object]:
         """Return what this peer's record says of all this."""
         first = -1 if self.first is None else self.first
-        return {"lineage": self._lineage.shown(), "merges_from": first}
+        return {"lineage": self._lineage.shown() if self.able else b"", "merges_from": first}
 
     @property
     def declared(self) -> bool:
@@ -150,7 +152,7 @@ class Merging:
         """
         if self._changed:
             self._judge()
-        if not (self._others or self._declared):
+        if not (self.able and (self._others or self._declared)):
             return False
         schema = self._view.me.schema
         seen = [f for p, f in self._others.items() if self._view.entries[p].record.schema == schema]

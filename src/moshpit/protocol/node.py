@@ -153,6 +153,11 @@ class Node:
         self._rest(effects, now)
         return effects
 
+    def merge(self, able: bool) -> None:
+        """Say whether this peer's training can merge with sides that were cut off from it: with a
+        snapshot of what it has at any time, whose weight it makes as `merging` says."""
+        self._merging.able = able
+
     def publish(self, fields: dict[str, object], now: float) -> list[Effect]:
         """Tell the others something new of this peer: its bandwidth, its role, its addresses."""
         now = self._clock.peek(now)
