@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -109,6 +110,10 @@ class OneState:
     """A swarm that is ahead, and whose every state is the same."""
 
     piece_bytes = 1 << 19
+    merging = None
+
+    def merge(self, merges):
+        pass
 
     def __init__(self, state):
         self.fetched = []
@@ -135,7 +140,13 @@ class OneState:
 
 
 def standing_at(trainer, sync, strategy):
-    swarm = SimpleNamespace(states=sync, epoch=5, attach=lambda *_, **__: True, averaging_due=False)
+    swarm = SimpleNamespace(
+        states=sync,
+        epoch=5,
+        attach=lambda *_, **__: True,
+        averaging_due=False,
+        clock=time.monotonic,
+    )
     return Standing(
         trainer.opt, swarm, strategy, model=trainer.model, checkpoint=None, catch_up=True
     )
@@ -177,3 +188,62 @@ def test_memory_is_bounded_by_the_model(memory_swarm):
     (how,) = sync.fetched
     own = sum(4 * p.numel() for p in trainer.model.parameters())
     assert own < how["size_max"] <= 8 * own + (16 << 20)
+
+
+# --- what is given --------------------------------------------------------------------------
+
+
+class Asked(OneState):
+    """Somebody waits for a state; what is given is kept."""
+
+    wanted_s = 9.0
+
+    def __init__(self):
+        super().__init__(None)
+        self.given = []
+
+    def give(self, make):
+        self.given.append(make().manifest)
+
+
+@pytest.mark.parametrize("what", ["steady", "torn"])
+def test_a_donor_gives_the_state_of_the_boundary_and_nothing_torn(what, memory_swarm, caplog):
+    caplog.set_level("INFO")
+    trainer = Trainer(memory_swarm(1).peers[0], LocalSGD(64), seed=0)
+    wide = nn.Linear(4, 20_000)
+    inner = torch.optim.AdamW(wide.parameters())
+    wide(torch.randn(8, 4)).square().sum().backward()
+    inner.step()
+    trainer.model, trainer.opt = wide, inner
+    sync = Asked()
+    standing = standing_at(trainer, sync, trainer.strategy)
+    at_boundary = TrainingState.capture(inner, wide, epoch=5, generators=False).image(1 << 19)
+    waits = []
+    standing.serve(5, boundary=True)
+    standing.serve(5, boundary=True)
+    assert not sync.given, "training computes, and a thread copies"
+    if what == "torn":
+        with torch.no_grad():
+            wide.weight.clamp_(min=0.0)
+    standing.between_steps(waits.append)
+    assert len(waits) == 1, "the wait is noted"
+    if what == "steady":
+        assert [given.hashes for given in sync.given] == [at_boundary.manifest.hashes]
+        standing.between_steps(waits.append)
+        assert len(sync.given) == len(waits) == 1
+        return
+    assert not sync.given
+    assert "snapshots are taken at once from now on" in caplog.text
+    now = TrainingState.capture(inner, wide, epoch=5, generators=False).image(1 << 19)
+    standing.serve(5, boundary=True)
+    assert [given.hashes for given in sync.given] == [now.manifest.hashes]
+
+
+def test_a_snapshot_of_the_last_step_is_given_before_training_is_over(memory_swarm):
+    trainer = Trainer(memory_swarm(1).peers[0], LocalSGD(64), seed=0)
+    sync = Asked()
+    standing = standing_at(trainer, sync, trainer.strategy)
+    standing.serve(5, boundary=True)
+    standing.finished()
+    assert len(sync.given) == 1
+    assert sync.ables == [False]

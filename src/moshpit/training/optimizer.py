@@ -246,8 +246,7 @@ class Optimizer(torch.optim.Optimizer):
             Leaving: the process was asked to end, under `moshpit run`; all is in order.
         """
         leaving.looping(True)
-        if self._checkpoint is not None:
-            self._checkpoint.between_steps()
+        self._standing.between_steps(self._note_wait)
         came = self._come_in()
         self._share()
         self._stepped = True
@@ -281,8 +280,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             DriftError, Leaving: as `step`.
         """
-        if self._checkpoint is not None:
-            self._checkpoint.between_steps()
+        self._standing.between_steps(self._note_wait)
         started = self._swarm.clock()
         try:
             self._come_in()

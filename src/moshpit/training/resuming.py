@@ -8,7 +8,6 @@ what is offered, what is done about the choice, and what a person reads.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -75,14 +74,15 @@ def others_hold(choice: Chosen, loaded: int | None) -> bool:
 
 def wait_for_others(sync: StateSync, choice: Chosen) -> None:
     """Those that hold the chosen epoch are loading it: let them, since this peer needs it."""
-    end = time.monotonic() + LOADING_S
+    waited_s = 0.0
     while sync.newest(None)[0] < choice.epoch:
-        if time.monotonic() > end:
+        if waited_s > LOADING_S:
             log.warning(
                 "nobody has epoch %d after %g s; going on without it", choice.epoch, LOADING_S
             )
             return
-        time.sleep(LOOK_S)
+        sync.pause(LOOK_S)
+        waited_s += LOOK_S
 
 
 def _tell(choice: Chosen, held: Sequence[int]) -> None:

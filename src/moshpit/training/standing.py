@@ -31,6 +31,7 @@ from moshpit.tensors.image import CHUNK_BYTES_MIN
 from moshpit.tensors.reduce import is_finite
 from moshpit.training.averager import Averager
 from moshpit.training.checkpoint import Checkpoint
+from moshpit.training.copying import LateCopies
 from moshpit.training.listening import LOOK_S as LISTEN_S
 from moshpit.training.listening import Listener
 from moshpit.training.state import MODEL, Stateful, TrainingState
@@ -85,10 +86,12 @@ class Standing:
         self._model = model
         self._checkpoint = checkpoint
         self._sync: StateSync | None = None
-        if catch_up and not strategy.begins_itself:
+        if catch_up and strategy.answers:
             self._sync = getattr(swarm, "states", None)
         self._schema = b""
         self._tries = 0
+        self._giving: tuple[TrainingState, LateCopies] | None = None
+        self._steady = True
         self.attached = False
         self.next_epoch = 0
         self.resumed = 0
@@ -113,6 +116,9 @@ class Standing:
             self._schema or schema, numel, self._strategy.samples_per_epoch, epoch=self.resumed
         )
         self.attached = True
+        states = getattr(self._swarm, "states", None)
+        if states is not None:
+            states.merge(self._strategy.merges)
         if self._sync is not None and not self.behind():
             self._sync.able(True)
 
@@ -138,10 +144,17 @@ class Standing:
 
     def finished(self) -> None:
         """Training is over: there will be no more snapshots."""
+        self._give()
         if self._sync is not None:
             self._sync.able(False)
 
     # --- being behind -----------------------------------------------------------------------
+
+    @property
+    def _merges(self) -> bool:
+        """Whether what this peer has done by itself goes into the next averaging."""
+        states = getattr(self._swarm, "states", None)
+        return self._strategy.merges and states is not None and states.merging is not None
 
     def check(self) -> None:
         """Stop before this peer's gradients, taken at other parameters, harm the others.
@@ -149,7 +162,7 @@ class Standing:
         Raises:
             DriftError: says why they are others.
         """
-        if not self._strategy.same_parameters:
+        if not self._strategy.same_parameters or self._merges:
             return
         if self._swarm.epoch > self.next_epoch:
             self.drift = (
@@ -168,6 +181,8 @@ class Standing:
         if self._sync is None:
             return False
         newest = self._swarm.epoch
+        if self._merges:
+            return False
         if not self.attached:
             newest, _ = self._sync.newest(self._numel())
         missed = newest - self.next_epoch
@@ -296,8 +311,34 @@ class Standing:
 
     # --- giving -----------------------------------------------------------------------------
 
+    def between_steps(self, waited: Callable[[float], object]) -> None:
+        """The loop has come around: what was begun at the end of the last step must be complete.
+
+        Args:
+            waited: notes that training has stood still since a time of the swarm's clock.
+        """
+        if self._checkpoint is not None:
+            self._checkpoint.between_steps()
+        if self._giving is not None:
+            started = self._swarm.clock()
+            self._give()
+            waited(started)
+
+    def _give(self) -> None:
+        """Hand out the snapshot that was begun, unless it turns out to be torn."""
+        if self._giving is None or self._sync is None:
+            return
+        (state, copies), self._giving = self._giving, None
+        if not copies.finish():
+            self._steady = False
+            log.info("parameters change between two steps: snapshots are taken at once from now on")
+            return
+        size = max(CHUNK_BYTES_MIN, self._sync.piece_bytes)
+        self._sync.give(functools.partial(state.image, size))
+
     def serve(self, epoch: int, *, boundary: bool) -> None:
-        """Copy this peer's state for those that wait for it, if this is the moment.
+        """Copy this peer's state for those that wait for it, if this is the moment. What is large
+        is copied while the loop computes the next gradient (`between_steps`).
 
         Args:
             epoch: the swarm's epoch that the state is of.
@@ -307,8 +348,11 @@ class Standing:
         waited_s = sync.wanted_s if sync is not None else 0.0
         if sync is None or not waited_s or not (boundary or waited_s > PATIENCE_S):
             return
+        if self._giving is not None:
+            return
         if epoch != self._swarm.epoch or (self._strategy.same_parameters and self.drift):
             return
+        copies = LateCopies()
         try:
             state = TrainingState.capture(
                 self._optimizer,
@@ -316,12 +360,16 @@ class Standing:
                 epoch=epoch,
                 added=self._added(),
                 generators=False,
+                copies=copies,
             )
         except StateError as error:
             log.warning("this peer's state cannot be given to others: %s", error)
             sync.able(False)
             return
-        sync.give(functools.partial(state.image, max(CHUNK_BYTES_MIN, sync.piece_bytes)))
+        self._giving = state, copies
+        copies.start()
+        if not self._steady:
+            self._give()
 
     def _added(self) -> Mapping[str, Stateful]:
         return self._checkpoint.added if self._checkpoint is not None else {}

@@ -23,6 +23,7 @@ import torch
 
 from moshpit.errors import StateError
 from moshpit.tensors.image import CHUNK_BYTES, Manifest, StateAssembler, StateImage
+from moshpit.training.copying import LateCopies
 from moshpit.training.tree import TreeWriter, read_tree
 
 MODEL = "model"
@@ -51,6 +52,8 @@ class Capture:
         generators: also the states of the random generators.
         owner: whose it is, as text.
         company: how many peers train the same; 0: unknown.
+        copies: makes the copies of what only the next step changes: parameters, and the state of
+            optimizer and strategy. Everything else is copied here.
 
     Raises:
         StateError: something cannot be saved; says what.
@@ -65,10 +68,13 @@ class Capture:
         generators: bool = True,
         owner: str = "",
         company: int = 0,
+        copies: LateCopies | None = None,
     ) -> None:
         self._optimizer = optimizer
         self.epoch = epoch
-        self._writer = TreeWriter()
+        self._writer = TreeWriter(copies)
+        stepped = {p.data_ptr() for g in optimizer.param_groups for p in g["params"]}
+        self._writer.late = lambda tensor: tensor.data_ptr() in stepped  # not buffers
         state = optimizer.state_dict()
         self._places = [group["params"] for group in state.pop("param_groups")]
         self._contents: dict[str, Any] = {
@@ -76,8 +82,10 @@ class Capture:
             "owner": owner,
             "company": company,
             MODEL: self._writer.take(_model_state(model, optimizer), MODEL),
-            "optimizer": self._writer.take(state, "optimizer"),
         }
+        self._writer.late = lambda tensor: True
+        self._contents["optimizer"] = self._writer.take(state, "optimizer")
+        self._writer.late = lambda tensor: False
         if generators:
             self._contents["generators"] = self._writer.take(_generators(), "generators")
 
@@ -130,9 +138,12 @@ class TrainingState:
         added: Mapping[str, Stateful] | None = None,
         generators: bool = True,
         owner: str = "",
+        copies: LateCopies | None = None,
     ) -> TrainingState:
         """Take the state as it is now; arguments as of `Capture`."""
-        taken = Capture(optimizer, model, epoch=epoch, generators=generators, owner=owner)
+        taken = Capture(
+            optimizer, model, epoch=epoch, generators=generators, owner=owner, copies=copies
+        )
         return taken.finish(added or {})
 
     @classmethod

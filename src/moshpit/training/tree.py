@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 
 from moshpit.errors import StateError
+from moshpit.training.copying import LateCopies
 
 DEPTH_MAX = 64  # guess: no optimizer nests so deeply; against cycles and hostile manifests
 
@@ -24,12 +25,18 @@ DEPTH_MAX = 64  # guess: no optimizer nests so deeply; against cycles and hostil
 class TreeWriter:
     """Takes states apart.
 
+    Args:
+        copies: makes the copies of the tensors that are `late`.
+
     Attributes:
         tensors: copies of all tensors found so far, on the CPU, by name: the path to them.
+        late: which tensors may be copied later; by default none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copies: LateCopies | None = None) -> None:
+        self._copies = copies
         self.tensors: dict[str, torch.Tensor] = {}
+        self.late: Callable[[torch.Tensor], bool] = lambda tensor: False
 
     def take(self, value: object, path: str, depth: int = 0) -> Any:
         """Return what stands for a value in JSON; its tensors are copied.
@@ -85,7 +92,11 @@ class TreeWriter:
             name = f"{path}~{number}"
         if tensor.layout is not torch.strided or tensor.is_meta:
             raise StateError(f"{path}: a {tensor.layout} tensor on {tensor.device} has no form")
-        self.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        if self._copies is not None and self.late(tensor):
+            self.tensors[name] = self._copies.copy(tensor)
+        else:
+            made = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self.tensors[name] = made.copy_(tensor.detach())
         return name
 
 
