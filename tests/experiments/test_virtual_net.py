@@ -109,14 +109,17 @@ def test_both_directions_of_a_line_are_independent() -> None:
     assert net.run() == pytest.approx({"there": 1.0, "back": 1.0})
 
 
-def test_a_burst_hiccups_once() -> None:
+def test_the_first_burst_after_some_computing_hiccups() -> None:
     line = Line(1000.0, 1000.0, 0.0, hiccup_s=5.0)
 
     def burst(seed: int) -> tuple[float, float, float]:
         net = Net(seed, a=line, b=line)
         net.send("one", "ab", 100, lambda: net.send("two", "ab", 100))
+        net.loop.call_at(500.0, net.send, "late", "ab", 100)  # nothing was computed since
+        net.loop.call_at(999.0, net.wire.computed, PeerId(b"a"))
         net.loop.call_at(1000.0, net.send, "three", "ab", 100)
         arrived = net.run()
+        assert arrived["late"] == pytest.approx(500.1)
         return arrived["one"] - 0.1, arrived["two"] - arrived["one"], arrived["three"] - 1000.1
 
     bursts = [burst(seed) for seed in range(300)]

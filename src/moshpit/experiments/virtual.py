@@ -63,12 +63,14 @@ class VirtualPeer:
         machine: what it runs on.
         rng: for the script's own choices, such as its batches.
         alive: whether it has not been killed.
+        died_s: when it was; infinite before.
     """
 
     def __init__(self, cluster: VirtualCluster, index: int, machine: Machine) -> None:
         self.index = index
         self.machine = machine
         self.alive = True
+        self.died_s = math.inf
         self.rng = cluster.generator(f"script/{index}")
         self._cluster = cluster
         self._noise = cluster.generator(f"noise/{index}")
@@ -114,6 +116,7 @@ class VirtualPeer:
         noise = self._noise.gauss(0.0, machine.noise) if machine.noise else 0.0
         # The mean stays what it is, however noisy.
         self.sleep(seconds * machine.slowness * math.exp(noise - machine.noise**2 / 2))
+        self._cluster.wire.computed(self.peer_id)
 
     def sleep(self, seconds: float) -> None:
         """Let time pass."""
@@ -131,7 +134,7 @@ class VirtualPeer:
         """
         if not self.alive:
             return
-        self.alive = False
+        self.alive, self.died_s = False, self._cluster.now
         self._bridge.stop()
         self._cluster.exchange.kill(self._transport, unnoticed_s=unnoticed_s)
         if self._swarm is not None:
@@ -206,8 +209,16 @@ class VirtualCluster:
         together = self._starts[at_s] = self._starts.get(at_s, -1) + 1
         self.stage.start_at(at_s + STAGGER_S * together, start)
         if until_s < math.inf:
-            self._loop.call_at(until_s, kill)
+            self.at(until_s, kill)
         return peer
+
+    def at(self, when_s: float, deed: Callable[[], object]) -> None:
+        """Have something done at a time, beside all scripts."""
+        self._loop.call_at(when_s, deed)
+
+    def stop(self) -> None:
+        """End `run` now, as if all scripts had ended."""
+        self.stage.stop()
 
     def run(self, limit_s: float) -> bool:
         """Run until all scripts have ended; return whether they have within ``limit_s``.

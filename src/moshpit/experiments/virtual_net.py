@@ -7,8 +7,9 @@ what one transfer leaves unused of its share to others; so this is a lower bound
 are small: they take the latency only, and never wait behind chunks, as in
 `moshpit.transport.tcp`.
 
-A line that was idle may take its time to begin: a *hiccup*, drawn for each burst of chunks. This is
-the paper's latency injected before each round (paper §4.2), whatever the protocol above.
+A line that was idle may take its time to begin: a *hiccup*. This is the paper's latency injected
+before each round (paper §4.2), whatever the protocol above: the first burst of chunks that a peer
+sends after it has computed something (`ShapedWire.computed`) is so much later.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Line:
     Attributes:
         up, down: bytes per second.
         latency_s: one way, to the middle of the net.
-        hiccup_s: the mean of the extra latency (exponentially distributed) of each burst of
-            chunks that it sends; 0: none.
+        hiccup_s: the mean of the extra latency (exponentially distributed) of the
+            first burst of chunks after some computing; 0: none.
     """
 
     up: float
@@ -70,9 +71,10 @@ class _Pipe:
 class _Burst:
     """What a peer has sent without a longer pause."""
 
-    __slots__ = ("begins", "ended", "under_way")
+    __slots__ = ("begins", "ended", "fresh", "under_way")
 
     def __init__(self) -> None:
+        self.fresh = True  # nothing was sent since something was computed
         self.under_way = 0
         self.ended = float("-inf")
         self.begins = 0.0
@@ -138,6 +140,10 @@ class ShapedWire(Wire):
         """Return how long a message takes from one peer to another."""
         return self._lines[source].latency_s + self._lines[target].latency_s
 
+    def computed(self, peer: PeerId) -> None:
+        """A peer has computed something: what it sends next may hiccup."""
+        self._bursts[peer].fresh = True
+
     # --- Wire -----------------------------------------------------------------------------
 
     def dial_s(self, source: PeerId, target: PeerId | None) -> float:
@@ -165,8 +171,10 @@ class ShapedWire(Wire):
         now, burst = self._loop.time(), self._bursts[source]
         self.bytes_carried += size
         hiccup_s = self._lines[source].hiccup_s
-        if hiccup_s and not burst.under_way and now - burst.ended > BURST_PAUSE_S:
+        idle = not burst.under_way and now - burst.ended > BURST_PAUSE_S
+        if hiccup_s and burst.fresh and idle:
             burst.begins = now + self._rng.expovariate(1.0 / hiccup_s)
+        burst.fresh = False
         burst.under_way += 1
         pipes = (self._up[source], self._down[target])
         arrive = partial(self._loop.call_later, self.latency_s(source, target), deliver)

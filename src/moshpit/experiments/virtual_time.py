@@ -233,16 +233,19 @@ class Stage:
             timer.cancel()
         return True
 
+    def stop(self) -> None:
+        """End `run`, wherever the scripts are."""
+        if not self._done.done():
+            self._done.set_result(None)
+
     def _time_is_over(self) -> None:
         if not self._done.done():
             self._done.set_exception(TimeoutError())
 
     def close(self) -> None:
         """End all scripts where they are, then the loop and its tasks."""
-        if not self._done.done():
-            self._done.set_result(None)
-        elif not self._done.cancelled():
-            self._done.exception()  # `run` has raised it, or nobody ran
+        self.stop()
+        self._done.exception()  # `run` has raised it, or nobody ran
         for script in list(self._scripts):
             script.kill()
         self.loop.run_until_complete(_end_others())
