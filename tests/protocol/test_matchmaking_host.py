@@ -394,6 +394,25 @@ def test_a_join_of_an_epoch_that_is_over_is_refused_with_the_swarms_epoch() -> N
     assert refusal == Send(B, JoinRefused(late, 2, "stale", "epoch 2 is over", 3))
 
 
+def test_groups_that_a_fault_has_held_up_may_still_finish_the_epoch() -> None:
+    """Their host was quicker: its own groups had no dead member to wait for."""
+
+    def at_epoch(before: int, now: int) -> Matchmaker:
+        made = make(H, (H, A, B))
+        made.epoch = before
+        made.advance(now, now=10.0)
+        return made
+
+    late, long_over = GroupKey(2, 1, (0, 0)), GroupKey(1, 1, (0, 0))
+    assert got(at_epoch(2, 3), A, join(A, 2, key=late), 10.1)[0] == Send(A, JoinAck(late, 2))
+    for key, now in ((GroupKey(2, 0, (0,)), 10.1), (long_over, 10.1), (late, 99.0)):
+        [refusal] = sent(got(at_epoch(2, 3), B, join(B, 3, key=key), now), B)
+        assert isinstance(refusal, JoinRefused), f"{key} at {now}"
+        assert refusal.reason == "stale"
+    [refusal] = sent(got(at_epoch(2, 5), B, join(B, 3, key=GroupKey(4, 1, (0, 0))), 10.1), B)
+    assert isinstance(refusal, JoinRefused), "who has jumped took no part in that epoch"
+
+
 def test_the_host_redirects_to_a_better_host_unless_the_joiner_insists() -> None:
     second = make(A, (H, A, B))
     assert got(second, B, join(B, 7)) == [Send(B, Redirect(KEY, 7, (H,)))]

@@ -77,7 +77,7 @@ class Epochs:
         last = self._latest
         if last is not None:  # its samples were the epoch's before
             self._latest = LocalProgress(0.0, last.rate, last.step_s)
-        self._matchmaker.epoch = epoch
+        self._matchmaker.advance(epoch, now)
         self._progress.advance(epoch, now)
         live = len(self._view.live)
         # In a large swarm a sample of the peers tells the rest; the others extrapolate.

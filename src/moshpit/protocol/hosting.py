@@ -117,7 +117,9 @@ class Hosting:
     """All the groups that assemble at this peer. Driven by `Matchmaker`.
 
     Attributes:
-        epoch: joins for keys below it are stale, unless their group is assembling already.
+        epoch: joins for keys below it are stale, unless their group is assembling already or
+            they are only a little late.
+        over_at: when the epoch before was over here.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Hosting:
         rng: Rng,
     ) -> None:
         self.epoch = 0
+        self.over_at = -math.inf
         self._signer = signer
         self._view = view
         self._config = config
@@ -169,7 +172,7 @@ class Hosting:
             return [Send(sender, closed)]
         assembly = self._assemblies.get(key)
         if assembly is None:
-            if key.epoch < self.epoch:
+            if key.epoch < self.epoch and not self._late(key, now):
                 return [self._refusal(sender, join, "stale", f"epoch {key.epoch} is over")]
             better = self._better_hosts(key)
             if better and not join.insist:
@@ -302,6 +305,12 @@ class Hosting:
         if sender != self._signer.peer and not self._signer.verify_message(join, sender):
             return "forged", "not signed by its peer"
         return None
+
+    def _late(self, key: GroupKey, now: float) -> bool:
+        """Whether a fault has held up those that meet here in an epoch that is just over."""
+        waits_s = self._config.call_timeout_s + self._config.join_timeout_s
+        late_s = now - self.over_at if key.epoch == self.epoch - 1 else math.inf
+        return key.axis > 0 and not key.span and late_s <= 2 * waits_s + self._round_config.stall_s
 
     def _other_vector(self, sender: PeerId, join: Join, schema: bytes, chunks: int) -> list[Effect]:
         """Refuse a join whose vector is not the one that assembles here."""

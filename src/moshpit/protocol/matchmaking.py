@@ -158,6 +158,11 @@ class Matchmaker:
     def epoch(self, epoch: int) -> None:
         self._hosting.epoch = epoch
 
+    def advance(self, epoch: int, now: float) -> None:
+        """An epoch is over, another one begins."""
+        self._hosting.over_at = now if epoch == self.epoch + 1 else -math.inf
+        self.epoch = epoch
+
     @property
     def called(self) -> GroupKey | None:
         """The newest key of this epoch or later for which a host called in vain so far."""
