@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from moshpit.sim.scenario import parse
+from moshpit.sim.scenario import load, parse
 from moshpit.sim.simulate import run
 
 HEAD = """
@@ -67,3 +67,13 @@ def test_a_farewell() -> None:
 def test_broken_contributions_are_refused_by_name(how: str) -> None:
     fault = f'kind = "corrupt"\nat_s = 0.5\nfor_s = [4.0, 4.0]\nhosts = [3]\nhow = "{how}"'
     assert notes(fault) == [(0.5, "corrupt p3 for 4.000 s"), (4.5, "corrupt p3 is over")]
+
+
+@pytest.mark.parametrize(("name", "seed", "peers"), [("joiners", 1000, None)])
+def test_seeds_that_were_red(name: str, seed: int, peers: int | None) -> None:
+    """What was wrong:
+
+    - joiners 1000: who held an averaging back, to merge sides, wanted ticks without end.
+    """
+    result = run(load(name), seed, peers)
+    assert result.ok, [f.first for f in result.findings if not f.ok]

@@ -147,7 +147,8 @@ class Epochs:
     def wakeup(self, averaging: bool) -> float | None:
         """When a `Tick` is due."""
         soonest = self.merging.held_until
-        asks = self._view.me.schema or self._latest  # else nobody looks at the progress
+        held = soonest is not None
+        asks = self._latest or (self._view.me.schema and not held)  # else nobody looks at it
         if asks and not averaging and self._due is None:
             soonest = sooner(soonest, self._progress.wakeup)
         return soonest
