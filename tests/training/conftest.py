@@ -36,7 +36,11 @@ class MemoryAveraging:
         hidden_s: float = 0.0,
         exact_head: int = 0,
         fill_s: float | None = None,
+        earlier: float = 0.0,
+        merges: bool = False,
     ) -> None:
+        assert 0 <= earlier <= weight
+        assert not merges, "nobody is ever cut off here"
         assert feedback is None or (differences and weight > 0)
         assert hidden_s == 0.0 or not in_place
         self.vector, self.weight, self.waiting = vector, weight, waiting

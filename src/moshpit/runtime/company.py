@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from moshpit.errors import LayoutError
@@ -11,6 +13,7 @@ from moshpit.types import PeerId, Role, short
 from moshpit.wire.messages import PeerRecord
 
 NUMEL_BYTES = 8
+NAMED_MAX = 8  # guess: so many peers are named in a message
 
 
 class SwarmStats(msgspec.Struct, frozen=True):
@@ -36,6 +39,17 @@ def live_records(view: View) -> list[PeerRecord]:
     """Return the records of all live peers, sorted by id."""
     records = [view.record(peer) for peer in view.live]
     return [record for record in records if record is not None]
+
+
+def missing_peers(there: Sequence[PeerRecord], me: PeerId, wanted: int, timeout_s: float) -> str:
+    """Say that not as many peers have come as were waited for."""
+    others = [short(record.peer) for record in there if record.peer != me]
+    names = ", ".join(others[:NAMED_MAX]) + (", ..." if len(others) > NAMED_MAX else "")
+    return (
+        f"{1 + len(others)} of {wanted} peers after {timeout_s:g} s (this one and "
+        f"{names or 'nobody else'}); are the others started with the same ticket, and is "
+        "an address of the ticket reachable? `moshpit doctor --ticket T` looks into it"
+    )
 
 
 def all_attached(view: View) -> bool:

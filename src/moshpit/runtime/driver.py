@@ -304,6 +304,8 @@ class Driver:
                 due_epoch=epoch,
                 always_weighs=always,
                 fill_s=job.fill_s,
+                earlier=job.earlier,
+                merges=job.merges,
             )
         )
 

@@ -34,6 +34,7 @@ class Averaging:
         filled: the vector is not complete yet (`ready`); this is called, with the averaging,
             when the network thread has to look at what has come.
         fill_s: about how many seconds it takes until it is complete.
+        earlier, merges: see `moshpit.protocol.machine.BeginAveraging`.
         waiting: how the trainer waits.
     """
 
@@ -49,6 +50,8 @@ class Averaging:
         exact_head: int = 0,
         filled: Callable[[Averaging], None] | None = None,
         fill_s: float = 0.0,
+        earlier: float = 0.0,
+        merges: bool = False,
         waiting: Waiting = REAL_TIME,
     ) -> None:
         assert filled is None or not (in_place or lent), "the trainer writes to this vector"
@@ -56,6 +59,7 @@ class Averaging:
         self.filling = Filling(plan, waiting) if filled is not None else None
         self._filled = filled
         self.fill_s = fill_s
+        self.earlier, self.merges = earlier, merges
         self.landing: torch.Tensor | None = None
         """Where the last round's means go, once that is under way; the network thread's but for
         what `Filling.wait_for` has told to be there."""

@@ -122,6 +122,16 @@ class StateSync:
         self._thread.post(desk.begin, view, held, company, wait_s, choosing)
         return choosing
 
+    @property
+    def merging(self) -> float | None:
+        """What this peer has done since sides of the swarm have parted that merge now, in samples
+        of earlier epochs: its next weight counts them, too. None: nothing merges."""
+        return self._driver.node.merging
+
+    def merge(self, able: bool) -> None:
+        """Say whether this peer's training heeds `merging`."""
+        self._thread.post(self._driver.node.merge, able)
+
     def able(self, able: bool) -> None:
         """Say whether this peer has a training that snapshots can be taken of."""
         self._thread.post(self._desk.able, able)

@@ -16,7 +16,13 @@ from moshpit.events import EpochReport, Notice
 from moshpit.protocol.machine import Leave, Signer, View
 from moshpit.runtime.autocodec import codec_or_auto
 from moshpit.runtime.background import Bridge, NetworkThread
-from moshpit.runtime.company import NUMEL_BYTES, SwarmStats, all_attached, check_others
+from moshpit.runtime.company import (
+    NUMEL_BYTES,
+    SwarmStats,
+    all_attached,
+    check_others,
+    missing_peers,
+)
 from moshpit.runtime.driver import Driver, Listeners
 from moshpit.runtime.jobs import Averaging
 from moshpit.runtime.parcels import SwarmParcels
@@ -34,7 +40,6 @@ from moshpit.wire.messages import Admission, PeerRecord
 REPORT_INTERVAL_S = 0.5  # not sooner than anybody is told of it (ProgressConfig)
 REPORT_SHARE = 0.1  # guess: or when so much of an epoch was done since
 DEFAULT_CODEC = "float32"
-NAMED_MAX = 8  # guess: so many peers are named in a message
 
 
 class Swarm:
@@ -125,13 +130,7 @@ class Swarm:
             WaitTimeoutError: they were not there in time; says who was. It is a `TimeoutError`.
         """
         if not self._wait_for(lambda view: len(view.live) >= n, timeout_s):
-            others = [short(record.peer) for record in self.peers() if record.peer != self.peer_id]
-            names = ", ".join(others[:NAMED_MAX]) + (", ..." if len(others) > NAMED_MAX else "")
-            raise WaitTimeoutError(
-                f"{1 + len(others)} of {n} peers after {timeout_s:g} s (this one and "
-                f"{names or 'nobody else'}); are the others started with the same ticket, and is "
-                "an address of the ticket reachable? `moshpit doctor --ticket T` looks into it"
-            )
+            raise WaitTimeoutError(missing_peers(self.peers(), self.peer_id, n, timeout_s))
 
     def _wait_for(self, wanted: Callable[[View], bool], timeout_s: float) -> bool:
         return self._thread.call(self._driver.until(wanted, timeout_s))
@@ -376,6 +375,8 @@ class Swarm:
         hidden_s: float = 0.0,
         exact_head: int = 0,
         fill_s: float | None = None,
+        earlier: float = 0.0,
+        merges: bool = False,
     ) -> Averaging:
         """Average a snapshot while training goes on. One at a time.
 
@@ -395,6 +396,7 @@ class Swarm:
             fill_s: the vector is complete only bit by bit, as `Averaging.ready` says, in about so
                 many seconds, and so is the mean, see `Averaging.means`. All peers must do so: their
                 chunks go in another order.
+            earlier, merges: see `moshpit.protocol.machine.BeginAveraging`.
 
         Raises:
             LayoutError, ConfigError: a vector or weight that cannot be averaged.
@@ -415,6 +417,8 @@ class Swarm:
             exact_head=exact_head,
             filled=None if fill_s is None else self._filled,
             fill_s=fill_s or 0.0,
+            earlier=earlier,
+            merges=merges,
             waiting=self._thread.waiting,
         )
         self._begin(job, vector, weight, self.epoch, always_weighs=False)

@@ -102,6 +102,8 @@ class Averager(Protocol):
         hidden_s: float = 0.0,
         exact_head: int = 0,
         fill_s: float | None = None,
+        earlier: float = 0.0,
+        merges: bool = False,
     ) -> Averaging:
         """Start this epoch's averaging of ``vector`` (float32, one dimension, CPU), which is
         not touched until it is done. ``weight`` 0 only receives.
@@ -111,7 +113,8 @@ class Averager(Protocol):
         codecs for ``differences`` only, and let the averaging take ``hidden_s`` seconds, for
         which nobody waits. ``in_place``: the mean is wanted in the memory of ``vector``.
         ``fill_s``: the vector becomes complete while it is averaged, see `Averaging.ready`, in
-        about so many seconds."""
+        about so many seconds. ``earlier``, ``merges``: see `BeginAveraging`; given only where
+        work is given again, as when sides of a swarm merge."""
         ...
 
     def leave(self) -> None:

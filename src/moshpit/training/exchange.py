@@ -4,6 +4,8 @@ and what their codec has lost.
 
 from __future__ import annotations
 
+from typing import Any
+
 from moshpit.training.averager import Averager, Averaging
 from moshpit.training.strategies import Snapshot, Strategy
 
@@ -21,6 +23,7 @@ class Exchange:
         self._strategy = strategy
         self._last: tuple[Averaging, Snapshot] | None = None
         self._share: float | None = None
+        self._counts = True  # whether the last weight was this epoch's work
 
     def begin(self, rate: float, *, waits: bool) -> tuple[Averaging, Snapshot]:
         """Take a snapshot and begin its averaging.
@@ -30,10 +33,20 @@ class Exchange:
             waits: training stands still until the averaging has ended.
         """
         hidden_s = 0.0 if waits else self._epoch_s(rate)
+        states = getattr(self._swarm, "states", None) if self._strategy.merges else None
+        past: float | None = None if states is None else states.merging
+        if past is not None:
+            self._strategy.merge(past)
+        fresh = self._strategy.samples
         last, self._last = self._last, None
         if last is not None and last[0].settled:
             self._strategy.reuse(last[1].vector)
         snapshot = self._strategy.snapshot()
+        earlier = max(0.0, snapshot.weight - fresh) if self._strategy.merges else 0.0
+        self._counts = earlier == 0
+        told: dict[str, Any] = {}
+        if earlier or past is not None:  # not every swarm knows of it
+            told = {"earlier": earlier, "merges": past is not None}
         averaging = self._swarm.begin_averaging(
             snapshot.vector,
             snapshot.weight,
@@ -45,6 +58,7 @@ class Exchange:
             hidden_s=hidden_s,
             exact_head=snapshot.exact_head,
             fill_s=snapshot.fill_s,
+            **told,
         )
         self._strategy.begun(averaging)
         return averaging, snapshot
@@ -66,7 +80,7 @@ class Exchange:
                 snapshot.feedback.undo()
         masses = averaging.report.rounds[-1].masses if averaging.report.rounds else ()
         mass = max(masses, default=0.0)
-        if 0 < snapshot.weight <= mass:
+        if self._counts and 0 < snapshot.weight <= mass:
             self._share = snapshot.weight / mass
 
     def _epoch_s(self, rate: float) -> float:

@@ -25,7 +25,7 @@ from moshpit.events import EpochReport
 from moshpit.tensors.codecs import ErrorFeedback, codec_named
 from moshpit.tensors.layout import VectorLayout
 from moshpit.tensors.reduce import is_finite
-from moshpit.training.averager import Averaging
+from moshpit.training.averager import Averager, Averaging
 from moshpit.training.tensors import (
     Named,
     buffers_of,
@@ -75,14 +75,14 @@ class Handle:
         begin: takes a snapshot and begins its averaging.
         flush: waits for the averaging under way, if it is complete, and takes its mean.
         expected: returns the samples that the next ``step()`` will count.
-        clock: returns the swarm's time.
-        waited: notes that training has stood still since such a time.
+        swarm: with whom it trains; has the clock.
+        waited: notes that training has stood still since a time of that clock.
     """
 
     begin: Callable[[], None]
     flush: Callable[[], None]
     expected: Callable[[], float]
-    clock: Callable[[], float]
+    swarm: Averager
     waited: Callable[[float], object]
 
 
@@ -120,6 +120,7 @@ class Strategy(ABC):
         self.codec = codec
         self.samples: float = 0.0
         """Samples of this peer since its last snapshot."""
+        self._past = 0.0  # and before, where the next snapshot counts them again
         self.skipped_batches = 0
         """Batches that were left out because their gradient was not finite."""
         self._layouts = Layouts()
@@ -135,13 +136,23 @@ class Strategy(ABC):
         self._inner, self._model = optimizer, model
 
     def connect(self, handle: Handle) -> None:  # noqa: B027 - only who begins itself needs it
-        """Take what `begins_itself` needs."""
+        """Take what `begins_itself` needs, and who sends vectors to single peers."""
 
     def close(self) -> None:  # noqa: B027 - only who watches a model has something to end
         """Watch the model no more."""
 
     def begun(self, averaging: Averaging) -> None:  # noqa: B027 - only who fills it needs it
         """The averaging of the last snapshot has begun."""
+
+    @property
+    def answers(self) -> bool:
+        """Whether an averaging is begun in ``step()`` when the swarm is due."""
+        return not self.begins_itself
+
+    @property
+    def own_epoch(self) -> int | None:
+        """The epoch, where it is not the swarm's."""
+        return None
 
     @property
     def filled(self) -> bool:
@@ -202,6 +213,21 @@ class Strategy(ABC):
     def skip_batch(self) -> None:
         """Leave out a batch whose gradient is not finite, as `torch.amp.GradScaler` found."""
         self.skipped_batches += 1
+
+    @property
+    def merges(self) -> bool:
+        """Whether peers that were cut off, and went on by themselves, can become one swarm again
+        by `merge`. If not, those who are behind drop what they have, and fetch a state."""
+        return False
+
+    def merge(self, past: float) -> None:
+        """Make the next snapshot one for sides of the swarm that become one: of what all
+        averagings since they have parted have made.
+
+        Args:
+            past: the samples of this peer in them, which count in the snapshot's weight.
+        """
+        self._past = past
 
     @property
     def settled(self) -> bool:
@@ -278,7 +304,7 @@ class Strategy(ABC):
         if vector is None or vector.numel() != layout.numel:
             vector = torch.empty(layout.numel, dtype=torch.float32)
         layout.flatten_into(vector)
-        weight, self.samples = self.samples, 0.0
+        weight, self.samples, self._past = self.samples + self._past, 0.0, 0.0
         exact = layout.numel - sum(t.tensor.numel() for t in main)
         if is_finite(vector):
             return Snapshot(vector, weight, codec=self.codec, exact_head=exact)

@@ -196,6 +196,15 @@ class DiLoCo(Strategy):
     def replays(self) -> bool:
         return True
 
+    @property
+    def merges(self) -> bool:
+        return True
+
+    def merge(self, past: float) -> None:
+        """The sides' anchors differ: their parameters are averaged, and are the new anchor."""
+        super().merge(past)
+        self._sends_parameters, self._only_takes = True, False
+
     def snapshot(self) -> Snapshot:
         base = self._base()
         self._pending_is_parameters = self._sends_parameters

@@ -65,6 +65,10 @@ class LocalSGD(Strategy):
     def layout_known(self) -> bool:
         return self._stepped or not self.average_statistics
 
+    @property
+    def merges(self) -> bool:
+        return True
+
     def local_step(self, closure: Closure | None, samples: Callable[[], float]) -> Any:
         loss = self._inner_step(closure, samples)
         self._steps_since_snapshot += 1

@@ -324,7 +324,7 @@ class OverlappedGradientAveraging(Strategy):
     def _note_pace(self, step: GlobalStep) -> None:
         """The vector is complete: the next one takes about as long."""
         if step.early and self._handle is not None and self._begun_at is not None:
-            took_s = self._handle.clock() - self._begun_at
+            took_s = self._handle.swarm.clock() - self._begun_at
             known = self._fill_s != FIRST_FILL_S
             self._fill_s = max(took_s, CALMER * self._fill_s) if known else took_s
 
@@ -365,7 +365,7 @@ class OverlappedGradientAveraging(Strategy):
         assert step is not None
         step.job = averaging
         self.samples = 0.0
-        self._begun_at = self._handle.clock() if self._handle is not None else None
+        self._begun_at = self._handle.swarm.clock() if self._handle is not None else None
         # While the peers meet there is time for it.
         self._agreement[:2] = fingerprint(self.parameters())
         step.vector[:2] = self._agreement[:2]
@@ -383,7 +383,7 @@ class OverlappedGradientAveraging(Strategy):
         wanted = [] if step is None else [n for n in numbers if n in step.todo]
         if step is None or not wanted:
             return
-        started = self._handle.clock() if self._handle is not None else 0.0
+        started = self._handle.swarm.clock() if self._handle is not None else 0.0
         self._judge(step)
         gradients: dict[torch.Tensor, torch.Tensor] = {}
         for number in wanted:

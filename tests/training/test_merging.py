@@ -1,0 +1,198 @@
+"""Sides of a swarm that were cut off from each other, trained on, and become one again.
+
+Real optimizers, swarms and protocol in virtual time (`moshpit.experiments.virtual`), on a quadratic
+problem. The net between the sides is cut: nothing arrives, as with a router that has died.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+import moshpit
+from moshpit.events import EpochReport
+from moshpit.experiments.virtual import Machine, VirtualCluster, VirtualPeer
+from moshpit.experiments.virtual_net import Line
+from moshpit.training.averager import Averaging
+from moshpit.training.strategies import Strategy
+from moshpit.transport.memory import Exchange, Wire
+from moshpit.types import PeerId
+
+BATCH = 8
+STEP_S = 0.5
+NUMEL = 40
+
+
+class CutWire(Wire):
+    """A wire that carries nothing between the sides while it is cut."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.inner = exchange.wire
+        self.side: dict[PeerId, int] = {}
+
+    def apart(self, source: PeerId, target: PeerId) -> bool:
+        return self.side.get(source, 0) != self.side.get(target, 0)
+
+    def cut(self, *sides: list[VirtualPeer]) -> None:
+        self.side = {p.peer_id: number for number, side in enumerate(sides, 1) for p in side}
+
+    def heal(self) -> None:
+        """End the cut. Connections that were silent for long are gone."""
+        sides, self.side = self.side, {}
+        there = list(self.exchange.listening.values())
+        for i, one in enumerate(there):
+            for other in there[:i]:
+                if sides.get(one.peer, 0) != sides.get(other.peer, 0):
+                    self.exchange.break_link(one, other)
+
+    def dial_s(self, source: PeerId, target: PeerId | None) -> float:
+        return self.inner.dial_s(source, target)
+
+    def message(self, source: PeerId, target: PeerId, deliver: Callable[[], None]) -> None:
+        if not self.apart(source, target):
+            self.inner.message(source, target, deliver)
+
+    def chunk(self, source, target, size, sent, deliver) -> None:
+        if not self.apart(source, target):
+            self.inner.chunk(source, target, size, sent, deliver)
+
+
+@dataclass
+class Given:
+    """What a peer brought to an averaging, and what came of it."""
+
+    samples: float
+    values: torch.Tensor
+    weight: float
+    averaging: Averaging
+    after: torch.Tensor | None = None
+    """The parameters once it has ended."""
+
+    @property
+    def report(self) -> EpochReport:
+        return self.averaging.report
+
+
+@dataclass
+class Trainee:
+    """A quadratic problem: every peer draws samples around its own place."""
+
+    peer: VirtualPeer
+    swarm: moshpit.Swarm
+    strategy: Strategy
+    given: list[Given] = field(default_factory=list)
+    samples: float = 0.0
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(NUMEL, 1, bias=False)
+        inner = torch.optim.AdamW(self.model.parameters(), lr=0.03)
+        self.optimizer = moshpit.Optimizer(inner, self.swarm, self.strategy, batch_size=BATCH)
+        begin = self.swarm.begin_averaging
+
+        def watched(vector, weight, **how):
+            values = self.model.weight.detach().flatten().clone()
+            averaging = begin(vector, weight, **how)
+            self.given.append(Given(self.samples, values, weight, averaging))
+            return averaging
+
+        self.swarm.begin_averaging = watched
+
+    def step(self) -> None:
+        rng, place = self.peer.rng, math.sin(self.peer.index)
+        numbers = torch.tensor(
+            [[rng.gauss(place, 1.0) for _ in range(NUMEL)] for _ in range(BATCH)]
+        )
+        self.optimizer.zero_grad()
+        (self.model.weight - numbers).square().sum(1).mean().backward()
+        self.samples += BATCH
+        self.peer.compute(STEP_S)
+        self.optimizer.step()
+        if self.given and self.given[-1].averaging.done() and self.given[-1].after is None:
+            self.given[-1].after = self.values.clone()
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.model.weight.detach().flatten()
+
+
+def train(
+    make: Callable[[], Strategy],
+    sides: tuple[int, ...],
+    *,
+    cut_s: float,
+    heal_s: float,
+    epochs: int,
+    seed: int = 1,
+    slowness: Callable[[int], float] = lambda i: 1.0 + 0.1 * i,
+) -> list[Trainee]:
+    """Train, cut the sides off from each other for a while, train on together."""
+    size = sum(sides)
+    cluster = VirtualCluster(seed)
+    wire = cluster.exchange.wire = CutWire(cluster.exchange)
+    trainees: list[Trainee] = []
+
+    def script(peer: VirtualPeer) -> None:
+        with peer.join() as swarm:
+            swarm.wait_for_peers(size)
+            trainee = Trainee(peer, swarm, make())
+            trainees.append(trainee)
+            while trainee.optimizer.epoch < epochs:
+                trainee.step()
+            trainee.optimizer.finish()
+
+    for index in range(size):
+        cluster.add(Machine(Line(1e6, 1e6), slowness=slowness(index)), script)
+    starts = [sum(sides[:i]) for i in range(len(sides))]
+    parts = [cluster.peers[at : at + n] for at, n in zip(starts, sides, strict=True)]
+    cluster.at(cut_s, lambda: wire.cut(*parts))
+    cluster.at(heal_s, wire.heal)
+    with cluster:
+        assert cluster.run(1e4)
+    return sorted(trainees, key=lambda t: t.peer.index)
+
+
+def by_epoch(trainees: list[Trainee]) -> dict[int, list[Given]]:
+    """What all brought to each epoch's averaging in which all took part together."""
+    epochs: dict[int, list[Given]] = {}
+    for trainee in trainees:
+        for given in trainee.given:
+            if given.after is not None and not given.report.stale:
+                epochs.setdefault(given.report.epoch, []).append(given)
+    return {e: g for e, g in sorted(epochs.items()) if len(g) == len(trainees) and together(g)}
+
+
+def together(given: list[Given]) -> bool:
+    return all(len(g.report.rounds[-1].peers) == len(given) for g in given)
+
+
+def merge_of(trainees: list[Trainee]) -> tuple[list[Given], list[Given]]:
+    """The last averaging of all before the cut, and the first after it."""
+    common = by_epoch(trainees)
+    gaps = [(common[a], common[b]) for a, b in pairwise(common) if b > a + 1]
+    assert len(gaps) == 1, sorted(common)
+    return gaps[0]
+
+
+def test_the_merged_parameters_are_the_mean_weighted_by_what_each_side_has_seen() -> None:
+    make = lambda: moshpit.LocalSGD(samples_per_epoch=7 * BATCH * 5, overlap=False)  # noqa: E731
+    trainees = train(make, (5, 2), cut_s=12.0, heal_s=60.0, epochs=15)
+    before, merged = merge_of(trainees)
+    epochs = merged[0].report.epoch - before[0].report.epoch
+    assert epochs > 6, "the sides have averaged by themselves"
+    alone = [sum(1 for g in t.given if g.report.epoch > before[0].report.epoch
+             and g.report.epoch < merged[0].report.epoch) for t in trainees]  # fmt: skip
+    assert alone[0] > alone[6] > 1, "at different paces"
+    seen = [after.samples - at.samples for at, after in zip(before, merged, strict=True)]
+    assert [g.weight for g in merged] == seen
+    mean = sum(n * g.values.double() for n, g in zip(seen, merged, strict=True)) / sum(seen)
+    for given in merged:
+        torch.testing.assert_close(given.after.double(), mean, rtol=0, atol=1e-6)
+    for trainee in trainees:
+        assert trainee.optimizer.caught_up == 0
+        assert torch.equal(trainee.values, trainees[0].values)
