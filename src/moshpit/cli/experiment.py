@@ -16,6 +16,7 @@ from moshpit.errors import ConfigError, MoshpitError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from moshpit.experiments.agreement import Compared
     from moshpit.experiments.averaging import Curve, Setup
     from moshpit.sim.averaging import Spreads
 
@@ -139,6 +140,66 @@ def _rounds_until(spreads: Spreads, threshold: float) -> str:
     """Say after how many rounds, on average; ``>`` where not every run came there."""
     missed = bool((spreads.each.min(1) >= threshold).any())
     return f"{'>' if missed else ''}{spreads.rounds_until(threshold).mean():.1f}"
+
+
+@experiment_app.command("protocol")
+def protocol(  # noqa: PLR0917 - typer reads the parameters
+    peers: Annotated[int, typer.Option(metavar="N", help="How many peers.")] = 512,
+    group_size: Annotated[int, typer.Option(metavar="M", help="Peers in a group.")] = 32,
+    failure: Annotated[
+        float, typer.Option(metavar="P", help="The probability that a peer crashes in a round.")
+    ] = 0.005,
+    epochs: Annotated[int, typer.Option(metavar="E", help="Averagings, of d rounds each.")] = 3,
+    values: Annotated[int, typer.Option(metavar="K", help="Numbers that each peer has.")] = 32,
+    seeds: Annotated[int, typer.Option(metavar="S", help="How many swarms to simulate.")] = 4,
+    runs: Annotated[int, typer.Option(metavar="R", help="How often to run the model.")] = 300,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw both: .svg, .png or .pdf; needs matplotlib."),
+    ] = None,
+) -> None:
+    """Set the real protocol, in the simulator, beside the arithmetic of its schedule.
+
+    Peers crash for good, with the same probability in both. Exit status 1: after some round the
+    protocol is outside the model's 99 % band, or an invariant was violated. 512 peers take
+    minutes, 48 take seconds.
+
+    **Example**
+
+        moshpit experiment protocol --peers 48 --group-size 7 --failure 0.02 --values 7
+    """
+    from moshpit.experiments import agreement, plots
+
+    case = agreement.Case(
+        peers=peers, group_size=group_size, death=failure, epochs=epochs, values=values,
+        seeds=seeds, runs=runs,
+    )  # fmt: skip
+    found = agreement.compare(case, output.explain)
+    if plot is not None:
+        plots.write(agreement.plot(found), plot)
+    _show_agreement(found)
+    if found.outside or found.violated:
+        raise typer.Exit(1)
+
+
+def _show_agreement(found: Compared) -> None:
+    console = output.stdout()
+    console.print(
+        f"{found.case}: {found.case.seeds} swarms with {found.crashes} crashes, simulated in "
+        f"{human_s(found.seconds)}",
+        soft_wrap=True,
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("round", "protocol", "model", "low", "high", ""):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, (value, *model) in enumerate(
+        zip(found.protocol, found.model, found.low, found.high, strict=True)
+    ):
+        said = "outside" if number in found.outside else ""
+        table.add_row(str(number), *(f"{cell:.2e}" for cell in (value, *model)), said)
+    console.print(table)
+    for text in found.violated:
+        console.print(text, markup=False, soft_wrap=True)
 
 
 @experiment_app.command("all")

@@ -14,6 +14,7 @@ from moshpit.experiments.section import Experiment
 
 CATALOGUE: dict[str, str] = {
     "averaging": "moshpit.experiments.averaging:section",
+    "protocol": "moshpit.experiments.agreement:section",
 }
 """By name, where the function is: ``module:function``."""
 

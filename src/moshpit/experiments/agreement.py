@@ -1,0 +1,413 @@
+"""Does the protocol do what the mathematics says? Both, with the same crashes, in one figure.
+
+The protocol: the real machines (membership, meeting, group all-reduce) of hundreds of peers in the
+simulator, one after another for several seeds. The model: the array steps of `GridRounds`, for
+hundreds of runs.
+
+What happens in both: each peer has values from N(0, 1) and weight 1. An epoch is d rounds, one per
+axis. When its round has ended a peer crashes with probability p, for good: the groups of this
+epoch that planned with it go on without it, and the next epoch is planned for those that are
+left. Measured is the variance over the living, after every round.
+
+With two axes both agree. With three or more the protocol is a little behind the model after a
+crash: there, a host plans the later axes by its present view and no more by that of the epoch's
+begin, so that some members go where the first plan would not have sent them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moshpit.errors import ConfigError
+from moshpit.experiments import plots
+from moshpit.experiments.section import Context, Figure, Nature, Section, Table
+from moshpit.protocol import grid
+from moshpit.protocol.machine import AveragingEnded, GroupReady, RoundEnded
+from moshpit.sim.averaging import Floats, GridRounds
+from moshpit.sim.process import Process
+from moshpit.sim.scenario import Checks, Scenario, Swarm, Wires, Work
+from moshpit.sim.trainer import Trainer
+from moshpit.sim.world import World
+from moshpit.types import GroupId
+
+GAP_S = 12.0  # between two averagings: time to find out who is dead; measured with `lan`
+BAND = 0.99
+DRAWS = 4000
+DRAWN_MIN = 1e-16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One comparison.
+
+    Attributes:
+        peers, group_size: N and M.
+        death: the probability that a peer crashes in a round.
+        epochs: averagings, each of d rounds.
+        values: how many numbers each peer has; each is an experiment of its own, except that
+            crashes and groups are the same.
+        seeds: how many swarms are simulated.
+        runs: how often the model is run.
+
+    Raises:
+        ConfigError: numbers that make no experiment.
+    """
+
+    peers: int
+    group_size: int = 32
+    death: float = 0.005
+    epochs: int = 3
+    values: int = 32
+    seeds: int = 4
+    runs: int = 300
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.peers <= 10_000 or not 2 <= self.group_size <= grid.GROUP_SIZE_MAX:
+            raise ConfigError(
+                f"--peers {self.peers}, --group-size {self.group_size}: 2 to 10000 and 2 to "
+                f"{grid.GROUP_SIZE_MAX}"
+            )
+        if not 0 <= self.death <= 0.2 or min(self.epochs, self.values, self.seeds) < 1:
+            raise ConfigError("--failure: up to 0.2; --epochs, --values, --seeds: at least 1")
+        if self.runs < 20:
+            raise ConfigError("--runs: at least 20, for a band")
+
+    @property
+    def axes(self) -> int:
+        """d."""
+        return grid.plan(self.peers, self.group_size).axes
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of all epochs."""
+        return self.epochs * self.axes
+
+    def __str__(self) -> str:
+        return f"N = {self.peers}, M = {self.group_size}, p = {self.death:g}"
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def predicted(case: Case) -> Floats:
+    """Run the model; returns (runs, rounds + 1), the spread before the first round and after each.
+
+    The spread is the mean, over a peer's values, of the variance over the living peers.
+    """
+    return np.array([_model_run(case, run) for run in range(case.runs)])
+
+
+def _model_run(case: Case, run: int) -> Floats:
+    dice = np.random.default_rng((case.peers, run))
+    values = dice.standard_normal((case.peers, case.values))
+    spreads: list[float] = [_spread(values)]
+    for _epoch in range(case.epochs):
+        n = len(values)
+        ids = int(dice.integers(2**62))
+        columns = [
+            GridRounds(n, case.group_size, np.random.default_rng(ids)) for _ in range(case.values)
+        ]
+        alive = np.ones(n, bool)
+        for _axis in range(case.axes):
+            values = np.stack(
+                [column.round(values[:, at], alive) for at, column in enumerate(columns)], 1
+            )
+            spreads.append(_spread(values[alive]))
+            alive &= dice.random(n) >= case.death
+        values = values[alive]
+    return np.array(spreads)
+
+
+def _spread(values: Floats) -> float:
+    middle: Floats = values.mean(0)
+    apart: Floats = (values - middle) ** 2
+    return float(apart.mean())
+
+
+# --- the protocol ---------------------------------------------------------------------------------
+
+
+class Observed(World):
+    """A world in which peers crash as their groups form, and every round's end is noted.
+
+    Args:
+        case: the comparison.
+        seed: the source of all randomness.
+
+    Attributes:
+        first: every peer's values at the start.
+        after: for each (epoch, axis), every peer's values when its round had ended.
+        crashes: how many there were.
+    """
+
+    def __init__(self, case: Case, seed: int) -> None:
+        self.first: list[list[float]] = []
+        self.after: dict[tuple[int, int], list[list[float]]] = {}
+        self.crashes = 0
+        self._case = case
+        self._keys_of: dict[tuple[int, GroupId], tuple[int, int]] = {}
+        super().__init__(scenario(case), seed)
+        self._deaths = random.Random(f"{seed}/deaths")
+        made, ended = self._actions[GroupReady], self._actions[RoundEnded]
+
+        def group_ready(process: Process, effect: GroupReady) -> None:
+            made(process, effect)
+            self._round_begins(process, effect)
+
+        def round_ended(process: Process, effect: RoundEnded) -> None:
+            ended(process, effect)
+            at = self._keys_of.pop((process.index, effect.report.group))
+            self.after.setdefault(at, []).append(list(process.store.vector))
+            if self._deaths.random() < self._case.death:
+                self.schedule.at(self.schedule.now, self._crash, process)
+
+        self._actions |= {GroupReady: group_ready, RoundEnded: round_ended}
+
+    def _trainer(self, process: Process) -> Trainer:
+        trainer = super()._trainer(process)
+        self.first.append(list(trainer.values))
+        return trainer
+
+    def _round_begins(self, process: Process, effect: GroupReady) -> None:
+        key = effect.formed.key
+        self._keys_of[process.index, GroupId(effect.formed.group)] = key.epoch, key.axis
+
+    def _crash(self, process: Process, _: None) -> None:
+        if process.alive:
+            self.crashes += 1
+            self.note(f"{process.name} crashes")
+            self.kill(process, dark=False)
+
+    def _averaging_ended(self, process: Process, effect: AveragingEnded) -> None:
+        """Stand still for a while: by the next averaging everybody knows who is dead."""
+        super()._averaging_ended(process, effect)
+        process.trainer.stop()
+        again = (self.schedule.now // GAP_S + 1.0) * GAP_S
+        self.schedule.at(again, self._work_again, process)
+
+    def _work_again(self, process: Process, _: None) -> None:
+        if process.alive:
+            process.trainer.resume(0.0)
+
+
+def scenario(case: Case) -> Scenario:
+    """Return the simulator's scenario: a warm start, a quiet network, the grid's schedule."""
+    return Scenario(
+        title="agreement",
+        swarm=Swarm(
+            peers=case.peers, group_size=case.group_size, epochs=case.epochs, start="warm"
+        ),
+        work=Work(
+            mode="average", rate_sigma=0.0, step_s=(0.001, 0.001), drift=0.0, chunks=case.values,
+            vector_bytes=4 * case.values,
+        ),
+        network=Wires(latency_ms=(1.0, 1.0)),
+        checks=Checks(heals=False, drain_s=1.0, time_limit_s=3600.0),
+        settings={"matchmaking": {"schedule": "grid"}},
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What one simulated swarm did.
+
+    Attributes:
+        spreads: (rounds + 1,), as of the model.
+        crashes: how many peers died.
+        violated: invariants that did not hold, in words.
+    """
+
+    spreads: Floats
+    crashes: int
+    violated: tuple[str, ...]
+
+
+def simulated(case: Case, seed: int) -> Simulated:
+    """Simulate one swarm."""
+    world = Observed(case, seed)
+    world.run()
+    spreads = [_spread(np.array(world.first))]
+    for epoch in range(case.epochs):
+        for axis in range(case.axes):
+            spreads.append(_spread(np.array(world.after[epoch, axis])))
+    violated = [f"{v.name}: {v.first}" for v in world.checkers.verdicts.values() if not v.ok]
+    if not world.finished:
+        violated.append("the time limit came first")
+    return Simulated(np.array(spreads), world.crashes, tuple(violated))
+
+
+# --- both -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The protocol beside the model; arrays are (rounds + 1,).
+
+    Attributes:
+        case: what was compared.
+        protocol: the mean spread of the simulated swarms.
+        model: the mean spread of the model.
+        low, high: where the mean of as many runs of the model as swarms were simulated is, in 99
+            of 100 cases.
+        crashes: in all simulated swarms together.
+        violated: invariants that did not hold in the simulator.
+        seconds: how long the simulator took.
+    """
+
+    case: Case
+    protocol: Floats
+    model: Floats
+    low: Floats
+    high: Floats
+    crashes: int
+    violated: tuple[str, ...]
+    seconds: float
+
+    @property
+    def outside(self) -> list[int]:
+        """The rounds after which the protocol is outside the band."""
+        apart = (self.protocol < self.low) | (self.protocol > self.high)
+        apart &= np.maximum(self.protocol, self.high) > DRAWN_MIN  # rounding is no difference
+        return [int(number) for number in np.flatnonzero(apart)]
+
+
+def compare(case: Case, say: Callable[[str], None] = lambda _: None) -> Compared:
+    """Run both."""
+    began = time.perf_counter()
+    swarms: list[Simulated] = []
+    for seed in range(case.seeds):
+        say(f"protocol, {case}: swarm {seed + 1} of {case.seeds}")
+        swarms.append(simulated(case, seed))
+    seconds = time.perf_counter() - began
+    say(f"protocol, {case}: the model")
+    model = predicted(case)
+    low, high = band(model, case.seeds)
+    return Compared(
+        case=case,
+        protocol=np.mean([swarm.spreads for swarm in swarms], axis=0),
+        model=model.mean(0),
+        low=low,
+        high=high,
+        crashes=sum(swarm.crashes for swarm in swarms),
+        violated=tuple(text for swarm in swarms for text in swarm.violated),
+        seconds=seconds,
+    )
+
+
+def band(model: Floats, count: int) -> tuple[Floats, Floats]:
+    """Return where the mean of ``count`` of the model's runs is, with probability `BAND`.
+
+    Args:
+        model: (runs, rounds + 1).
+        count: how many are averaged.
+    """
+    chosen = np.random.default_rng(0).integers(len(model), size=(DRAWS, count))
+    tail = (1 - BAND) / 2
+    low, high = np.quantile(model[chosen].mean(1), (tail, 1 - tail), axis=0)
+    return low, high
+
+
+def plot(found: Compared) -> Any:
+    """Draw the protocol's points on the model's band; returns matplotlib's figure."""
+    figure, (axes,) = plots.drawing()
+    rounds = np.arange(len(found.model), dtype=float)
+    plots.draw(
+        axes,
+        [
+            plots.Line(
+                name="Model", x=rounds, y=found.model, low=found.low, high=found.high, style=0
+            ),
+            plots.Line(name="Protocol", x=rounds, y=found.protocol, style=1, dots=True),
+        ],
+        floor=DRAWN_MIN,
+    )
+    axes.set_title(f"{found.case}, {found.crashes} crashes", fontsize=10.5)
+    axes.set_xlabel("rounds")
+    axes.set_ylabel("variance over the living peers")
+    return figure
+
+
+# --- the section of the report ------------------------------------------------------------------
+
+_CASES = (Case(peers=512), Case(peers=768))
+_SMALL_CASES = (
+    Case(peers=96, group_size=10, death=0.01, values=10),
+    Case(peers=150, group_size=16, death=0.01, values=16, seeds=2),
+)
+
+
+def command_of(case: Case) -> str:
+    """Return what to type to repeat a comparison."""
+    return (
+        f"moshpit experiment protocol --peers {case.peers} --group-size {case.group_size} "
+        f"--failure {case.death:g} --epochs {case.epochs} --values {case.values} "
+        f"--seeds {case.seeds} --plot protocol.svg"
+    )
+
+
+def section(context: Context) -> Section:
+    """Run what the report shows of this experiment, and tell it."""
+    began = time.perf_counter()
+    cases = _SMALL_CASES if context.small else _CASES
+    found = [compare(case, context.say) for case in cases]
+    return Section(
+        name="protocol",
+        title="The protocol does what the mathematics says",
+        text=(
+            "The same crashes, twice. The points are the real protocol (membership, meeting, group "
+            "all-reduce; the code that runs on the internet) with hundreds of peers in the "
+            "simulator; the band is the arithmetic of the schedule alone.",
+            "A peer that has ended a round crashes with probability p and never comes back. Its "
+            "next groups go on without it; the next averaging is planned for those that are left. "
+            "The band is where the mean of as many runs of the model as swarms were simulated is "
+            f"in {100 * BAND:g} of 100 cases.",
+        ),
+        commands=tuple(command_of(case) for case in cases),
+        figures=tuple(_figure(one) for one in found),
+        tables=(_table(found),),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _figure(found: Compared) -> Figure:
+    case = found.case
+    said = f"{case.rounds - len(found.outside)} of {case.rounds} rounds"
+    return Figure(
+        title=f"Protocol and model ({case})",
+        image=plots.svg(plot(found)),
+        text=(
+            f"{case.seeds} simulated swarms, each peer with {case.values} values; the model ran "
+            f"{case.runs} times. Below {DRAWN_MIN:g} everything is rounding and drawn there."
+        ),
+        natures=(Nature.SIMULATED, Nature.REAL),
+        alt=f"Variance over rounds, {case}: protocol in the model's band after {said}.",
+    )
+
+
+def _table(found: list[Compared]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    marked: list[tuple[int, int]] = []
+    for one in found:
+        for number in range(1, one.case.rounds + 1):
+            if number in one.outside:
+                marked.append((len(rows), 2))
+            cells = (one.protocol[number], one.model[number], one.low[number], one.high[number])
+            protocol, model, low, high = (f"{max(cell, DRAWN_MIN):.2g}" for cell in cells)
+            rows.append((str(one.case), str(number), protocol, model, f"{low} to {high}"))
+    outside = sum(len(one.outside) for one in found)
+    wrong = [text for one in found for text in one.violated]
+    invariants = f"Violated: {'; '.join(wrong)}." if wrong else "No invariant was violated."
+    return Table(
+        title="Variance after each round",
+        head=("swarm", "round", "protocol", "model", "99 % band"),
+        rows=tuple(rows),
+        text=f"{len(rows) - outside} of {len(rows)} are in the band. {invariants}",
+        natures=(Nature.SIMULATED, Nature.REAL),
+        marked=frozenset(marked),
+    )
