@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from moshpit.identity.tickets import RunKey
 from moshpit.types import Address
 
+from .gateway import forwarded, needs_gateway, upnp
 from .harness import Event, RealPeer
 from .namespaces import Internet, Machine, internet, needs_namespaces
 
@@ -95,7 +98,6 @@ def test_peers_behind_routers_train_as_equals() -> None:
         assert "It goes on as a client" in told
         assert f"forward TCP port {PORT}" in told
         assert f"{two.address}:{PORT} refused" in told
-        there.average()
         results = there.average()
         for peer in there.peers:
             role, addresses = records(peer)[hidden.name]
@@ -110,3 +112,41 @@ def test_peers_behind_routers_train_as_equals() -> None:
         role, addresses = records(hidden)[hidden.name]
         assert (role, addresses[0]) == ("worker", [two.address, PORT])
         assert records(client)[client.name][0] == "client"
+
+
+TAKE_A_PORT = """
+import miniupnpc, sys
+router = miniupnpc.UPnP()
+router.discoverdelay = 500
+router.discover()
+router.selectigd()
+router.addportmapping(int(sys.argv[1]), "TCP", router.lanaddr, 9, "a game", "", 600)
+"""
+
+
+@needs_gateway
+@needs_namespaces
+def test_routers_are_asked_for_ports(tmp_path: Path) -> None:
+    with scene() as there:
+        router, deaf = there.net.router(silent=True), there.net.router()
+        with upnp(router, tmp_path):
+            game = router.machine()
+            game.run(sys.executable, "-c", TAKE_A_PORT, str(PORT))
+            assert forwarded(router) == {PORT: f"{game.address}:9"}
+            mine = router.machine()
+            one = there.add(mine, "--upnp")
+            other = there.add(deaf.machine(), "--upnp")  # whose router knows nothing of it
+            there.meet()
+            assert f"{router.address}:{PORT + 1} leads here" in noticed(one, "upnp")
+            assert forwarded(router)[PORT + 1] == f"{mine.address}:{PORT}"
+            assert "UPnP" not in noticed(other, "unreachable")
+            there.average()
+            known = records(there.peers[0])
+            assert known[one.name][0] == "worker"
+            assert known[one.name][1][0] == [router.address, PORT + 1]
+            assert known[other.name] == ["client", []]
+
+            # Leaving takes the mapping back.
+            assert one.end() == 0
+            there.peers.remove(one)
+            assert list(forwarded(router)) == [PORT]

@@ -74,6 +74,7 @@ class Reach:
         self._mapper = mapper
         self._own: tuple[Address, ...] = ()
         self._mapped: tuple[Address, ...] = ()
+        self._asking_router = mapper is not None
         self._found: tuple[Address, ...] = ()  # by others
         self._near: dict[PeerId, None] = {}  # on this machine: no witnesses
         self._waiting: dict[int, tuple[PeerId, asyncio.Future[DialBackReply]]] = {}
@@ -154,7 +155,7 @@ class Reach:
             if now >= looked_at + self._settings.addresses_s:
                 looked_at = now
                 self._look_at_addresses()
-            if now >= self._patience.due and self._others():
+            if now >= self._patience.due and not self._asking_router and self._others():
                 await self._find_out()
 
     def _listens_to_others(self) -> bool:
@@ -243,7 +244,7 @@ class Reach:
 
     def _adopt(self, at: Address, believed: Finding) -> None:
         """Advertise an address that others have found."""
-        if at not in self._found:
+        if at not in self.addresses():
             self._found = (at,)
             names = _names(believed.witnesses)
             self._tell(Notice("address-found", None, f"{at}, where {names} can dial this peer"))
@@ -325,6 +326,7 @@ class Reach:
         """Have the router let others in, as long as this runs."""
         while True:
             mapping = await mapper.map(self._transport.addresses[0])
+            self._asking_router = False
             if isinstance(mapping, Mapping):
                 self._take_mapping(mapping)
             else:
@@ -342,7 +344,8 @@ class Reach:
 
 
 def _names(peers: Sequence[PeerId]) -> str:
-    return " and ".join(short(peer) for peer in peers)
+    *most, last = [short(peer) for peer in peers]
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _report(task: asyncio.Task[None]) -> None:

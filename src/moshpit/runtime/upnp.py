@@ -160,14 +160,17 @@ class PortMapper:
             return self._gateway
         gateway = self._make()
         gateway.discoverdelay = DISCOVER_MS
-        try:
+        url = ""
+        with contextlib.suppress(
+            Exception
+        ):  # the package raises nothing else, even if none is there
             gateway.discover()
             url = gateway.selectigd()
-        except Exception as error:  # the package raises nothing more special
+        if not url:
             raise _FailedError(
-                f"no router of this network answers ({error}): UPnP may be switched off in it. "
-                "Switch it on, or forward the port by hand; docs/howto/behind-a-router.md"
-            ) from error
+                "no router of this network answers: UPnP may be switched off in it. Switch it on, "
+                "or forward the port by hand; docs/howto/behind-a-router.md"
+            )
         self._router = f"the router at {urlsplit(url).hostname or url}"
         self._gateway = gateway
         return gateway
