@@ -2,9 +2,10 @@
 
 A fault hits some peers from one time to another. Rules of the draw:
 
-- Faults that take a peer out of the swarm (`Kind.takes_away`) never hit more than half of the
-  peers at a time, nor one peer twice at a time: there is always a swarm to come back to. The one
-  exception is the blackout, which hits everybody, alone.
+- Faults that take a peer out of the swarm (`TAKES_AWAY`) never hit more than half of the peers at
+  a time, nor one peer twice at a time: there is always a swarm to come back to. Who is started
+  again counts as away for some more seconds. The one exception is the blackout, which hits
+  everybody, alone.
 - Settings of a link, a disk or a pace hit a peer once at a time, beside anything else.
 - Everything is over ``calm_s`` before the end.
 """
@@ -107,6 +108,9 @@ WEIGHT = {
 }
 """How often they come, relative to each other; joins and the blackout have their own rule."""
 
+STARTS_S = 6.0  # until a process that was started again trains, where it is not crowded
+STARTED_AGAIN = (Kind.KILL, Kind.REPLACE, Kind.STORM, Kind.LEAVE)
+
 BLACKOUT_SHARE = 0.5  # of the runs that are long enough for one
 BLACKOUT_RUN_S_MIN = 120.0
 SHARE_OF_RUN_MAX = 0.2  # no fault lasts longer than that
@@ -154,6 +158,11 @@ class Fault:
     until_s: float
     peers: tuple[int, ...] = ALL
     amount: float = 0.0
+
+    @property
+    def back_s(self) -> float:
+        """When those it has hit are back."""
+        return self.until_s + (STARTS_S if self.kind in STARTED_AGAIN else 0.0)
 
     def __str__(self) -> str:
         whom = " ".join(f"p{p}" for p in self.peers) or "everybody"
@@ -238,7 +247,7 @@ class _Draw:
 
     def _whom(self, kind: Kind, at: float, until: float) -> tuple[int, ...]:
         here = [p for p, joined in self._joined_at.items() if joined <= at]
-        others = [f for f in self._made if f.at_s < until and at < f.until_s]
+        others = [f for f in self._made if f.at_s < until and at < f.back_s]
         if kind is Kind.DELAY:
             here = [p for p in here if self._where[p] is Place.FAR]
         if kind is Kind.PAIR:

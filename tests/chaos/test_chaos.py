@@ -28,7 +28,7 @@ UNTRAINED = 4.63  # ln 103: what guessing costs
 
 @needs_namespaces
 def test_a_short_run(tmp_path: Path) -> None:
-    record, loss = disturbed(5, SHORT, Training(samples=192.0), tmp_path / "run", print)
+    record, loss = disturbed(6, SHORT, Training(samples=192.0), tmp_path / "run", print)
     print(*timeline(record), *figures(record), sep="\n")
     assert judge(record) == []
     assert loss < 0.6 * UNTRAINED

@@ -60,7 +60,7 @@ def test_half_of_the_swarm_is_always_there(setup: Setup) -> None:
     for seed in SEEDS:
         away = [f for f in draw(seed, setup) if f.kind in TAKES_AWAY]
         for fault in away:
-            then = [f for f in away if f.at_s <= fault.at_s < f.until_s]
+            then = [f for f in away if f.at_s <= fault.at_s < f.back_s]
             gone = [p for f in then for p in f.peers]
             assert len(gone) == len(set(gone)), "nobody is hit twice"
             assert len(gone) <= setup.peers // 2
