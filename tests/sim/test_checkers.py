@@ -45,6 +45,13 @@ class Broken:
     def epoch(self) -> int:
         return self.node.epoch
 
+    @property
+    def merging(self) -> float | None:
+        return self.node.merging
+
+    def attach(self, schema: bytes, target: float, now: float, epoch: int = 0) -> list[Effect]:
+        return self.node.attach(schema, target, now, epoch)
+
     def handle(self, event: Event, now: float) -> list[Effect]:
         return [made for effect in self.node.handle(event, now) for made in self.tamper(effect)]
 

@@ -200,7 +200,7 @@ class Faults:
     def _expire(self, process: Process, _: None) -> None:
         churn, world = self._churn, self._world
         assert churn is not None, "only churn schedules deaths"
-        if not process.alive or process.leaving or world.top_epoch >= churn.until_epoch:
+        if not process.alive or process.leaving or self._churn_is_over(churn):
             return
         if len(world.living()) <= 2:
             return
@@ -214,6 +214,11 @@ class Faults:
             world.kill(process, dark=dark)
         back = world.schedule.now + self._draw(churn.rejoin_s)
         world.schedule.at(back, self._replace, process.host)
+
+    def _churn_is_over(self, churn: Churn) -> bool:
+        late = churn.until_s is not None and self._world.schedule.now >= churn.until_s
+        epoch = churn.until_epoch
+        return late or (epoch is not None and self._world.top_epoch >= epoch)
 
     def _replace(self, host: Host, _: None) -> None:
         churn = self._churn

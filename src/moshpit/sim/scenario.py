@@ -57,8 +57,9 @@ class Swarm(_Table, frozen=True):
 class Work(_Table, frozen=True):
     """What is trained, in the simulator's terms."""
 
-    mode: Literal["train", "average"] = "train"
-    """``train``: samples until the swarm's target is met; ``average``: only average."""
+    mode: Literal["train", "average", "rest"] = "train"
+    """``train``: samples until the swarm's target is met; ``average``: only average; ``rest``:
+    neither, for what the swarm itself costs (`moshpit.sim.traffic`)."""
     target_samples: float = 0.0
     """Samples per epoch of the whole swarm; 0: enough for about ``epoch_s``."""
     epoch_s: float = 10.0
@@ -111,8 +112,10 @@ class Churn(_Table, frozen=True):
     """Random deaths with a half-life, and replacements."""
 
     half_life_s: float
-    until_epoch: int
+    until_epoch: int | None = None
     """From here on nobody dies any more."""
+    until_s: float | None = None
+    """The same, by the time."""
     rejoin_s: Range = (2.0, 10.0)
     new_key_share: float = 0.5
     leave_share: float = 0.25
@@ -122,6 +125,10 @@ class Churn(_Table, frozen=True):
 
     def __post_init__(self) -> None:
         _require(self.half_life_s > 0, "half_life_s: above 0")
+        _require(
+            self.until_epoch is not None or self.until_s is not None,
+            "churn needs an end: until_epoch or until_s",
+        )
         _check_range("rejoin_s", self.rejoin_s)
         for name in ("new_key_share", "leave_share", "dark_share"):
             _require(0 <= getattr(self, name) <= 1, f"{name}: 0 to 1")

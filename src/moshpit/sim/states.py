@@ -38,9 +38,10 @@ from moshpit.protocol.statesync import (
     StateFetch,
     donors_in,
 )
+from moshpit.sim.checkers import Checkers
 from moshpit.sim.network import Network
 from moshpit.sim.process import Process
-from moshpit.sim.scenario import Transfer
+from moshpit.sim.scenario import Scenario, Transfer
 from moshpit.sim.schedule import Schedule
 from moshpit.sim.statechecks import StateChecks
 from moshpit.sim.store import Manifest, Payload, Piece
@@ -142,6 +143,30 @@ class Training(Protocol):
     def note(self, text: str) -> None:
         """Write a line into the trace."""
         ...
+
+
+class Surroundings(Training, Protocol):
+    """The world, as `desks_of` sees it."""
+
+    scenario: Scenario
+    schedule: Schedule
+    network: Network
+    checkers: Checkers
+
+    def generator(self, purpose: str) -> Rng: ...
+
+
+def desks_of(world: Surroundings) -> Desks:
+    """Return the state transfer of a world whose scenario has one."""
+    transfer, checks = world.scenario.transfer, world.checkers.states
+    assert transfer is not None, "else there is none"
+    assert checks is not None, "made with it"
+
+    def rng(process: Process) -> Rng:
+        return world.generator(f"state/{process.index}")
+
+    chunks = world.scenario.work.chunks
+    return Desks(transfer, chunks, world.schedule, world.network, checks, world, rng)
 
 
 class Desks:

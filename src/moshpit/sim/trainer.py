@@ -39,6 +39,8 @@ class Job:
     drift: float
     report_s: float
     average_only: bool
+    rests: bool = False
+    """Nobody trains and nobody averages: there is only a swarm."""
 
 
 class Trainer:
@@ -105,7 +107,7 @@ class Trainer:
             self.phase = Phase.WORKING
             pause = self._step_s * self._slowness() * self._rng.random()
             self._schedule.at(self._schedule.now + pause, self._stepped, self._life, pause)
-        elif self._batch > 0.0:
+        elif self._batch > 0.0 and not self._job.rests:
             self.phase = Phase.WORKING
             self._next_step()
         else:

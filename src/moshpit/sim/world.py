@@ -38,7 +38,7 @@ from moshpit.sim.process import Host, NodeMachine, Process, first_record, peer_i
 from moshpit.sim.scenario import Scenario
 from moshpit.sim.schedule import Schedule
 from moshpit.sim.signer import SimSigner
-from moshpit.sim.states import Desks
+from moshpit.sim.states import desks_of
 from moshpit.sim.store import Contribution, Payload
 from moshpit.sim.trace import Trace
 from moshpit.sim.trainer import SCHEMA, Job, Phase, Trainer
@@ -73,7 +73,7 @@ class World:
         self.finished = False
         self._draining = False
         self._seed = seed
-        self._rng = self._generator("world")
+        self._rng = self.generator("world")
         self._by_peer: dict[PeerId, Process] = {}
         self._keys = 0
         self._known: Known | None = None
@@ -88,16 +88,17 @@ class World:
         wiring = Wiring.of(
             scenario.network,
             dial_timeout_s=self.config.transport.dial_timeout_s,
-            rng=self._generator("regions"),
+            rng=self.generator("regions"),
         )
         self.network = Network(
-            self.schedule, self.hosts, wiring, self._generator("network"), self._hand
+            self.schedule, self.hosts, wiring, self.generator("network"), self._hand
         )
         self.network.on_join_failed = self._join_failed
         work = scenario.work
         self._job = Job(
-            work.chunks, work.vector_bytes, work.drift, work.report_s, work.mode == "average"
-        )
+            work.chunks, work.vector_bytes, work.drift, work.report_s, work.mode == "average",
+            work.mode == "rest",
+        )  # fmt: skip
         self._target = self._target_samples()
         chunk_bytes = max(1, work.vector_bytes // work.chunks)
         self._payloads = Payloads(self.schedule, self.network, self.checkers, chunk_bytes)
@@ -108,28 +109,18 @@ class World:
             AveragingDue: self._averaging_due,
             AveragingEnded: self._averaging_ended,
         }
-        self._desks = self._make_desks()
-        self.faults = Faults(scenario.faults, scenario.churn, self._generator("faults"), self)
+        self._desks = desks_of(self) if scenario.transfer is not None else None
+        self.faults = Faults(scenario.faults, scenario.churn, self.generator("faults"), self)
 
-    def _generator(self, purpose: str) -> random.Random:
+    def generator(self, purpose: str) -> random.Random:
         return random.Random(f"{self._seed}/{purpose}")
 
     def _target_samples(self) -> float:
         work = self.scenario.work
-        if work.mode == "average":
+        if work.mode != "train":
             return 0.0
         expected = self.scenario.swarm.peers * (1.0 - self.scenario.swarm.aux_share)
         return work.target_samples or work.epoch_s * work.rate_median * expected
-
-    def _make_desks(self) -> Desks | None:
-        transfer, checks = self.scenario.transfer, self.checkers.states
-        if transfer is None or checks is None:
-            return None
-
-        def rng(process: Process) -> random.Random:
-            return self._generator(f"state/{process.index}")
-
-        return Desks(transfer, self._job.chunks, self.schedule, self.network, checks, self, rng)
 
     def _name(self, peer: bytes) -> str:
         process = self._by_peer.get(PeerId(peer))
@@ -139,15 +130,8 @@ class World:
 
     def run(self) -> None:
         """Run to the end: all epochs and then the drain, or the time limit."""
-        swarm, checks = self.scenario.swarm, self.scenario.checks
-        plain = [self.new_host() for _ in range(swarm.peers)]
-        if swarm.start == "warm":
-            self.schedule.at(0.0, self._start_warm)
-        else:
-            for host in plain:
-                when = swarm.join_spread_s * self._rng.random() if host.index else 0.0
-                self.schedule.at(when, self._first_start, host)
-        self.faults.epoch_reached(0)
+        checks = self.scenario.checks
+        self.begin()
         self.schedule.at(POLL_S, self._poll)
         self.finished = self.schedule.run(checks.time_limit_s)
         if self.finished:
@@ -156,6 +140,18 @@ class World:
         self.checkers.finish(
             self.schedule.now, self.living(), self.faults.healed_epoch, self.finished
         )
+
+    def begin(self) -> None:
+        """Schedule the start of the first peers; `run` does it."""
+        swarm = self.scenario.swarm
+        plain = [self.new_host() for _ in range(swarm.peers)]
+        if swarm.start == "warm":
+            self.schedule.at(0.0, self._start_warm)
+        else:
+            for host in plain:
+                when = swarm.join_spread_s * self._rng.random() if host.index else 0.0
+                self.schedule.at(when, self._first_start, host)
+        self.faults.epoch_reached(0)
 
     def _poll(self, _x: None, _y: None) -> None:
         goal = self.scenario.swarm.epochs
@@ -232,7 +228,7 @@ class World:
 
     def make_node(self, process: Process) -> NodeMachine:
         """Make the machine of a new process; tests of the checkers put broken ones here."""
-        rng = self._generator(f"node/{process.index}")
+        rng = self.generator(f"node/{process.index}")
         now = self.schedule.now + process.offset
         node = Node(
             SimSigner(process.peer), first_record(process, SCHEMA, PORT), self.config, rng, now,
@@ -250,7 +246,7 @@ class World:
 
     def _trainer(self, process: Process) -> Trainer:
         work, host = self.scenario.work, process.host
-        rng = self._generator(f"trainer/{process.index}")
+        rng = self.generator(f"trainer/{process.index}")
         step_s = rng.uniform(*work.step_s)
         rate = work.rate_median * math.exp(rng.gauss(0.0, work.rate_sigma))
         batch = rate * step_s if process.role.trains else 0.0
