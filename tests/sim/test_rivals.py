@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moshpit.errors import ConfigError
@@ -210,6 +210,7 @@ NAMES = ["all-reduce", "gossip", "sgp", "push-sum", "random-groups", "paper-grid
 
 
 @pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(cases())
 def test_every_round_is_what_the_definition_says(
     name: str, case: tuple[int, int, int, Failure, float, int]

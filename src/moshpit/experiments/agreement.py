@@ -107,11 +107,11 @@ def _model_run(case: Case, run: int) -> Floats:
     dice = np.random.default_rng((case.peers, run))
     values = dice.standard_normal((case.peers, case.values))
     spreads: list[float] = [_spread(values)]
-    for _epoch in range(case.epochs):
+    for epoch in range(case.epochs):
         n = len(values)
-        ids = int(dice.integers(2**62))
-        columns = [
-            GridRounds(n, case.group_size, np.random.default_rng(ids)) for _ in range(case.values)
+        columns = [  # of one order of the peers: they differ in nothing but the values
+            GridRounds(n, case.group_size, np.random.default_rng((case.peers, run, epoch)))
+            for _ in range(case.values)
         ]
         alive = np.ones(n, bool)
         for _axis in range(case.axes):

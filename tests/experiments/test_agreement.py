@@ -1,0 +1,75 @@
+"""The protocol in the simulator against the arithmetic of its schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from moshpit.cli.experiment import experiment_app
+from moshpit.errors import ConfigError
+from moshpit.experiments import agreement
+from moshpit.experiments.agreement import Case, band, compare, predicted, simulated
+
+SMALL = Case(peers=48, group_size=7, death=0.03, epochs=2, values=4, seeds=2, runs=80)
+
+
+def test_the_protocol_is_where_the_model_says() -> None:
+    found = compare(SMALL)
+    assert found.crashes > 3, "nothing was tried"
+    assert found.outside == [], f"{found.protocol} not in {found.low} to {found.high}"
+    assert found.violated == ()
+
+
+def test_another_rate_of_crashes_would_be_seen() -> None:
+    """The bands are narrow enough to tell one rate from another."""
+    low, high = band(predicted(SMALL), 20)
+    many = predicted(replace(SMALL, death=0.2, runs=20)).mean(0)
+    assert (many[2:] > high[2:]).all()
+    assert (low <= high).all()
+
+
+def test_without_crashes_both_are_exact() -> None:
+    case = replace(SMALL, death=0.0, peers=30, group_size=6, values=6)
+    swarm, model = simulated(case, 0), predicted(replace(case, runs=20))
+    assert swarm.crashes == 0
+    for spreads in (swarm.spreads, *model):
+        assert spreads[1] > 0.01
+        assert (spreads[2:] < 1e-25).all()
+
+
+def test_the_same_seed_gives_the_same_swarm() -> None:
+    case = replace(SMALL, peers=20, group_size=5, values=2, death=0.1)
+    one, other = simulated(case, 5), simulated(case, 5)
+    assert np.array_equal(one.spreads, other.spreads)
+    assert not np.array_equal(one.spreads, simulated(case, 6).spreads)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    arguments = ["protocol", "--peers", "20", "--group-size", "5", "--values", "2", "--seeds", "1"]
+    file = tmp_path / "both.svg"
+    result = CliRunner().invoke(experiment_app, [*arguments, "--plot", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "protocol" in result.stdout
+    assert file.exists()
+    result = CliRunner().invoke(experiment_app, [*arguments, "--failure", "0.5"])
+    assert isinstance(result.exception, ConfigError)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("peers", [512, 768])
+def test_the_protocol_at_the_papers_sizes(peers: int) -> None:
+    found = compare(Case(peers=peers))
+    assert found.crashes > 20
+    assert found.outside == []
+    assert found.violated == ()
+
+
+def test_sections_name_what_repeats_them() -> None:
+    for case in (*agreement._CASES, *agreement._SMALL_CASES):
+        assert case.axes == 2
+        assert f"--peers {case.peers} " in agreement.command_of(case)

@@ -1,0 +1,167 @@
+"""The page: whole by itself, honest about its numbers, and safe whatever the sections say."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64decode
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moshpit.cli.experiment import experiment_app
+from moshpit.errors import ConfigError
+from moshpit.experiments import catalogue, plots, report
+from moshpit.experiments.section import Context, Figure, Nature, Section, Table
+
+PNG = b"\x89PNG\r\n\x1a\n"
+SVG = '<svg xmlns="http://www.w3.org/2000/svg"/>'
+
+
+def section(name: str = "one") -> Section:
+    return Section(
+        name=name,
+        title="Title of <one>",
+        text=("Plain & simple, with `code <b>`.",),
+        commands=("moshpit experiment averaging --failure 0.1 && echo done",),
+        figures=(
+            Figure(title="f", image=SVG, text="t", natures=(Nature.REAL,), alt='a "b"'),
+            Figure(title="g", image=PNG, text="t", natures=(Nature.SIMULATED,), alt="c"),
+        ),
+        tables=(
+            Table(
+                title="t", head=("a", "b"), rows=(("1", "2"), ("3", "<4>")), text="x",
+                natures=(Nature.QUOTED, Nature.MODELLED), marked=frozenset({(1, 0)}),
+            ),
+        ),
+        seconds=3.0,
+    )  # fmt: skip
+
+
+class Page(HTMLParser):
+    """Collects tags, and fails on those that do not close."""
+
+    VOID = ("meta", "img", "br", "!doctype")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def page(*sections: Section, failed: tuple[report.Failed, ...] = ()) -> Page:
+    return Page(report.page(sections, failed, {"took": "1 s"}, "moshpit experiment all"))
+
+
+def test_the_page_needs_no_network() -> None:
+    found = page(section())
+    for tag in ("script", "link", "iframe", "object", "base"):
+        assert found.all(tag) == []
+    images = [image["src"] or "" for image in found.all("img")]
+    whole = [re.fullmatch(r"data:image/(.*);base64,(.*)", image) for image in images]
+    assert [(one[1], b64decode(one[2])) for one in whole if one is not None] == [
+        ("svg+xml", SVG.encode()),
+        ("png", PNG),
+    ]
+    assert [link["href"] for link in found.all("a")] == ["#one"]
+    assert "url(" not in report._STYLE
+    assert "@import" not in report._STYLE
+
+
+def test_text_stays_text() -> None:
+    found = page(section())
+    assert "Title of <one>" in found.words
+    assert "code <b>" in found.words
+    assert "<4>" in found.words
+    assert found.all("img")[0]["alt"] == 'a "b"'
+    assert any("&& echo done" in word for word in found.words)
+
+
+def test_every_figure_and_table_says_what_its_numbers_are() -> None:
+    found = page(section())
+    badges = [span["class"] for span in found.all("span")]
+    legend = len(Nature)
+    assert badges[legend:] == [
+        "nature quoted",
+        "nature modelled",
+        "nature real",
+        "nature simulated",
+    ]
+    assert set(report.NATURES) == set(Nature)
+
+
+def test_phones_and_paper_are_thought_of() -> None:
+    found = page(section())
+    viewport = next(meta for meta in found.all("meta") if meta.get("name") == "viewport")
+    assert "width=device-width" in (viewport["content"] or "")
+    assert "@media print" in report._STYLE
+    boxes = [box for box in found.all("div") if box.get("class") == "scroll"]
+    assert len(boxes) == len(found.all("table")), "a wide table must scroll by itself"
+
+
+def test_cells_that_stand_out_and_experiments_that_failed_are_shown() -> None:
+    found = page(section(), failed=(report.Failed("vision", "no <data>"),))
+    assert [td for td in found.all("td") if td.get("class") == "marked"] == [{"class": "marked"}]
+    assert "no <data>" in "".join(found.words)
+
+
+def test_the_command_writes_it_and_tells_of_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def good(context: Context) -> Section:
+        assert context.small
+        context.say("on the way")
+        return section("good")
+
+    def bad(context: Context) -> Section:
+        raise ConfigError("out of luck")
+
+    experiments = {"good": good, "bad": bad}
+    monkeypatch.setattr(catalogue, "CATALOGUE", dict.fromkeys(experiments, "x:y"))
+    monkeypatch.setattr(catalogue, "experiment", experiments.__getitem__)
+    arguments = ["all", "--small", "--report", str(tmp_path / "out")]
+    result = CliRunner().invoke(experiment_app, arguments)
+    assert result.exit_code == 1
+    text = (tmp_path / "out" / report.PAGE).read_text()
+    assert 'id="good"' in text
+    assert "out of luck" in text
+    assert "--small" in text
+    result = CliRunner().invoke(experiment_app, [*arguments, "--only", "good"])
+    assert result.exit_code == 0, result.output
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(
+        experiment_app, ["all", "--small", "--only", "good", "--report", str(tmp_path / "file")]
+    )
+    assert isinstance(result.exception, ConfigError)
+
+
+def test_every_experiment_of_the_catalogue_is_there() -> None:
+    for name in catalogue.CATALOGUE:
+        assert callable(catalogue.experiment(name))
+    with pytest.raises(ConfigError, match="averaging"):
+        catalogue.experiment("alchemy")
+
+
+def test_names_at_the_ends_of_lines_never_overlap() -> None:
+    places = plots.spread_out([0.0, 0.0, 0.01, 0.5, 0.99, 1.0, 1.0], 0.05)
+    assert all(b - a >= 0.05 - 1e-12 for a, b in pairwise(places))
+    assert places[-1] <= 1.0
