@@ -10,7 +10,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from random import Random
 
+import pytest
 import torch
 
 import moshpit
@@ -111,7 +113,7 @@ class Trainee:
         self.optimizer.zero_grad()
         (self.model.weight - numbers).square().sum(1).mean().backward()
         self.samples += BATCH
-        self.peer.compute(STEP_S)
+        self.peer.compute(1.0)
         self.optimizer.step()
         if self.given and self.given[-1].averaging.done() and self.given[-1].after is None:
             self.given[-1].after = self.values.clone()
@@ -129,7 +131,7 @@ def train(
     heal_s: float,
     epochs: int,
     seed: int = 1,
-    slowness: Callable[[int], float] = lambda i: 1.0 + 0.1 * i,
+    step_s: float = STEP_S,
 ) -> list[Trainee]:
     """Train, cut the sides off from each other for a while, train on together."""
     size = sum(sides)
@@ -147,7 +149,7 @@ def train(
             trainee.optimizer.finish()
 
     for index in range(size):
-        cluster.add(Machine(Line(1e6, 1e6), slowness=slowness(index)), script)
+        cluster.add(Machine(Line(1e6, 1e6), slowness=step_s * (1.0 + 0.1 * index)), script)
     starts = [sum(sides[:i]) for i in range(len(sides))]
     parts = [cluster.peers[at : at + n] for at, n in zip(starts, sides, strict=True)]
     cluster.at(cut_s, lambda: wire.cut(*parts))
@@ -179,20 +181,94 @@ def merge_of(trainees: list[Trainee]) -> tuple[list[Given], list[Given]]:
     return gaps[0]
 
 
+def mean_of(merged: list[Given], seen: list[float]) -> torch.Tensor:
+    return sum(n * g.values.double() for n, g in zip(seen, merged, strict=True)) / sum(seen)
+
+
+def seen_between(before: list[Given], merged: list[Given]) -> list[float]:
+    return [after.samples - at.samples for at, after in zip(before, merged, strict=True)]
+
+
+def alone(trainees: list[Trainee], before: list[Given], merged: list[Given]) -> list[int]:
+    """How many averagings each has had between the two."""
+    first, last = before[0].report.epoch, merged[0].report.epoch
+    return [sum(first < g.report.epoch < last for g in t.given) for t in trainees]
+
+
+def check_all_are_one(trainees: list[Trainee]) -> None:
+    for trainee in trainees:
+        assert trainee.optimizer.caught_up == 0, "nobody has thrown anything away"
+        assert torch.equal(trainee.values, trainees[0].values)
+
+
+STRATEGIES = {
+    "local": lambda n: moshpit.LocalSGD(n, overlap=False),
+    "diloco": lambda n: moshpit.DiLoCo(n, overlap=False),
+    "gradients": moshpit.GradientAveraging,
+}
+
+
 def test_the_merged_parameters_are_the_mean_weighted_by_what_each_side_has_seen() -> None:
-    make = lambda: moshpit.LocalSGD(samples_per_epoch=7 * BATCH * 5, overlap=False)  # noqa: E731
-    trainees = train(make, (5, 2), cut_s=12.0, heal_s=60.0, epochs=15)
+    n = 7 * BATCH * 4
+    trainees = train(
+        lambda: STRATEGIES["local"](n), (5, 2), cut_s=12.0, heal_s=50.0, epochs=13, step_s=0.7
+    )
     before, merged = merge_of(trainees)
-    epochs = merged[0].report.epoch - before[0].report.epoch
-    assert epochs > 6, "the sides have averaged by themselves"
-    alone = [sum(1 for g in t.given if g.report.epoch > before[0].report.epoch
-             and g.report.epoch < merged[0].report.epoch) for t in trainees]  # fmt: skip
-    assert alone[0] > alone[6] > 1, "at different paces"
-    seen = [after.samples - at.samples for at, after in zip(before, merged, strict=True)]
+    averagings = alone(trainees, before, merged)
+    assert min(averagings[:5]) > max(averagings[5:]) > 1, "both sides went on, at other paces"
+    seen = seen_between(before, merged)
     assert [g.weight for g in merged] == seen
-    mean = sum(n * g.values.double() for n, g in zip(seen, merged, strict=True)) / sum(seen)
+    mean = mean_of(merged, seen)
     for given in merged:
         torch.testing.assert_close(given.after.double(), mean, rtol=0, atol=1e-6)
+    check_all_are_one(trainees)
+
+
+@pytest.mark.parametrize("kind", ["diloco", "gradients"])
+def test_strategies_whose_peers_share_more_than_an_epoch(kind: str) -> None:
+    trainees = train(
+        lambda: STRATEGIES[kind](3 * BATCH * 3), (2, 1), cut_s=8.0, heal_s=34.0, epochs=14
+    )
+    before, merged = merge_of(trainees)
+    assert min(alone(trainees, before, merged)) > 1
+    seen = seen_between(before, merged)
+    assert [g.weight for g in merged] == seen
+    mean = mean_of(merged, seen)
+    for given in merged:
+        torch.testing.assert_close(given.after.double(), mean, rtol=0, atol=1e-6)
+    check_all_are_one(trainees)
+    first, *others = trainees
+    if kind == "diloco":
+        anchors = [t.strategy.state_dict()["anchor"] for t in trainees]
+        assert all(torch.equal(anchor, anchors[0]) for anchor in anchors)
+        assert [t.strategy.realignments for t in trainees] == [1] * 3
+    else:  # the optimizer's state is one, too
+        mine = first.optimizer.state[first.model.weight]
+        for other in others:
+            theirs = other.optimizer.state[other.model.weight]
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("sides", [(5, 2), (2, 2, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_all_sides_become_one(kind: str, sides: tuple[int, ...], seed: int) -> None:
+    """Three sides, too; and a single peer (a laptop that is closed, and trains on)."""
+    rng = Random(seed)
+    size = sum(sides)
+    cut_s = rng.uniform(6.0, 15.0)
+    trainees = train(
+        lambda: STRATEGIES[kind](size * BATCH * 4),
+        sides,
+        cut_s=cut_s,
+        heal_s=cut_s + rng.uniform(20.0, 60.0),
+        epochs=40,
+        seed=seed,
+    )
+    merged = by_epoch(trainees)
+    last = max(merged)
+    assert last - min(e for e in merged if e > last - 8) == 7, "together to the end"
     for trainee in trainees:
-        assert trainee.optimizer.caught_up == 0
         assert torch.equal(trainee.values, trainees[0].values)

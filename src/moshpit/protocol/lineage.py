@@ -26,7 +26,7 @@ EPOCH_BYTES: Final = 4
 ENTRY_BYTES: Final = EPOCH_BYTES + LABEL_BYTES
 SHOWN_MAX: Final = 16  # entries in a record: 96 bytes
 NEWEST_SHOWN: Final = 4  # guess: records come an epoch or two late
-LOSSES_SHOWN: Final = 4  # guess: the latest two, and the two with the most peers lost
+LOSSES_SHOWN: Final = 3  # guess: the latest two, and the one in which most peers were lost
 REMEMBERED_MAX: Final = 4096  # guess: epochs; 300 KB
 _ROUND_BITS: Final = 32
 
@@ -36,8 +36,8 @@ class Fork:
     """Another peer's lineage and one's own have parted.
 
     Attributes:
-        first: the first epoch that they have not averaged together.
-        depth: over how many epochs they are known to differ.
+        first: the first epoch that they are known not to have averaged together.
+        depth: how many epochs there are from the last that they have to the last known.
     """
 
     first: int
@@ -136,20 +136,21 @@ class Lineage:
         return self._compared[shown]
 
     def _parted(self, shown: bytes) -> Fork | None:
-        common, last = -1, -1
+        common, first, last = -1, -1, -1
         for at in range(len(shown) - ENTRY_BYTES, -1, -ENTRY_BYTES):  # oldest first
             epoch = int.from_bytes(shown[at : at + EPOCH_BYTES], "big")
             mine = self._labels.get(epoch)
             if mine is None:
                 continue
             if mine == shown[at + EPOCH_BYTES : at + ENTRY_BYTES]:
-                common, last = epoch, -1
+                common, first = epoch, -1
             else:
-                last = epoch
-        if last < 0:
+                first, last = (epoch if first < 0 else first), epoch
+        if first < 0:
             return None
-        first = common + 1 if common >= 0 else next(iter(self._labels))
-        return Fork(first, last - first + 1)
+        if common < 0:  # not as far as this peer remembers
+            first = common = next(iter(self._labels))
+        return Fork(first, last - common)
 
     def leads(self, shown: bytes) -> bool:
         """Whether another peer's latest averaging is one of this peer's."""

@@ -204,6 +204,7 @@ class DiLoCo(Strategy):
         """The sides' anchors differ: their parameters are averaged, and are the new anchor."""
         super().merge(past)
         self._sends_parameters, self._only_takes = True, False
+        self._carried = 0.0  # it is in the past
 
     def snapshot(self) -> Snapshot:
         base = self._base()

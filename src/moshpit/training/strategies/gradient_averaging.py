@@ -15,9 +15,11 @@ from moshpit.errors import ConfigError, DriftError
 from moshpit.events import EpochReport
 from moshpit.training.strategies.base import Closure, Layouts, Snapshot, Strategy
 from moshpit.training.strategies.low_rank import LowRank
+from moshpit.training.strategies.merging import HEAD, ParameterMerge
 from moshpit.training.tensors import Named, fingerprint, first_nonfinite
 
 FINGERPRINT_TOLERANCE = 1e-3  # guess: of values of order 1; kinds of hardware differ by rounding
+_MERGE = slice(2, 2 + HEAD)  # of the vector
 _NORM_PIECE = 1 << 20  # numbers made float64 at a time
 
 log = logging.getLogger("moshpit.training")
@@ -120,15 +122,25 @@ class GradientAveraging(Strategy):
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self._fingerprint = torch.zeros(2)
         self._low_rank: LowRank | None = None
+        self._merge = ParameterMerge()
         self._flat_layouts = Layouts()
 
     def _head(self) -> list[Named]:
-        head = [Named("fingerprint", self._fingerprint)]
+        head = [Named("fingerprint", self._fingerprint), Named("merge", self._merge.head)]
         return head if self._low_rank is None else [*head, Named("phase", self._low_rank.head)]
 
     @property
     def replays(self) -> bool:
         return self.powersgd_rank is None  # whose two averagings belong together
+
+    @property
+    def merges(self) -> bool:
+        return self.powersgd_rank is None  # whose vector has no room for parameters
+
+    def merge(self, past: float) -> None:
+        """Parameters have parted: they are averaged next, instead of gradients."""
+        super().merge(past)
+        self._merge.begin()
 
     def layout(self) -> tuple[bytes, int]:
         schema, numel = super().layout()
@@ -179,6 +191,9 @@ class GradientAveraging(Strategy):
     def snapshot(self) -> Snapshot:
         self._fingerprint.copy_(fingerprint(self.parameters()))
         sums = [Named(p.name, self._sum_of(p.tensor)) for p in self.parameters()]
+        if self._merge.under_way:
+            return self._of_parameters(sums)
+        self._merge.head.zero_()
         low_rank = self._factors()
         if low_rank is not None and low_rank.halfway:
             return self._of_factors(low_rank, None)
@@ -198,6 +213,16 @@ class GradientAveraging(Strategy):
             named.tensor.zero_()
         return taken
 
+    def _of_parameters(self, sums: Sequence[Named]) -> Snapshot:
+        """Return parameters, or what the optimizer keeps of them. The gradients since the last
+        step belong to parameters that will be others."""
+        for named in sums:
+            named.tensor.zero_()
+        taken = self._collect(self._merge.tensors(self.inner, self.parameters()))
+        if taken.nonfinite is None:
+            taken = replace(taken, weight=self._merge.weigh(taken.weight))
+        return replace(taken, codec="float32")
+
     def _of_factors(self, low_rank: LowRank, bad: str | None) -> Snapshot:
         """Return P or Q; the samples since are the next step's."""
         since, self.samples = self.samples, low_rank.weight
@@ -207,12 +232,18 @@ class GradientAveraging(Strategy):
         return taken if bad is None else replace(taken, nonfinite=bad)
 
     def accepts(self, mean: torch.Tensor, report: EpochReport) -> bool:
-        """A mean of P that is not whole is no ground for a Q."""
+        """A mean of P that is not whole is no ground for a Q; one of parameters and gradients is
+        none for anything."""
+        if self.merges and not self._merge.judge(mean[_MERGE]):
+            log.warning("parameters and gradients were mixed: all give parameters the next time")
+            return False
         missing = report.stale or any(r.missing for r in report.rounds if len(r.peers) > 1)
         return self._low_rank is None or self._low_rank.halfway or not missing
 
     @property
     def halfway(self) -> bool:
+        if self._merge.begun:
+            return True
         return self._low_rank is not None and self._low_rank.halfway
 
     @property
@@ -220,10 +251,18 @@ class GradientAveraging(Strategy):
         return not self.halfway
 
     def adopt(self, snapshot: Snapshot, mean: torch.Tensor) -> None:
-        if self._low_rank is None:
+        if self._merge.under_way:
+            self._adopt_parameters(mean)
+        elif self._low_rank is None:
             self._step(snapshot, mean)
         else:
             self._adopt_factors(self._low_rank, snapshot, mean)
+
+    def _adopt_parameters(self, mean: torch.Tensor) -> None:
+        mine = self.parameters()
+        tensors = self._merge.tensors(self.inner, mine)
+        self._layouts.of(self._in_order(tensors)).write_back(mean)
+        self._merge.taken(self.inner, mine, mean[_MERGE])
 
     def _adopt_factors(self, low_rank: LowRank, snapshot: Snapshot, mean: torch.Tensor) -> None:
         mine, head = self._fingerprint.clone(), low_rank.head.clone()
@@ -289,12 +328,17 @@ class GradientAveraging(Strategy):
 
     def overflowed(self, snapshot: Snapshot) -> None:
         """Make no step: all peers see the same mean, and parameters must stay the same."""
+        self._merge.end()
         if self._low_rank is not None:
             self._low_rank.give_up()
         self._skip_step("the mean gradient holds NaN or infinity")
 
     def keep_local(self, snapshot: Snapshot) -> None:
-        if self._low_rank is not None:
+        if self._merge.mixed:  # so nobody makes a step
+            self._merge.mixed = False
+        elif self._merge.under_way:  # there is nobody
+            self._merge.end()
+        elif self._low_rank is not None:
             self._low_rank.give_up()
             if self._low_rank.weight > 0:
                 self._step(snapshot, self._low_rank.gradient, flat=True)
@@ -323,5 +367,6 @@ class GradientAveraging(Strategy):
         super().taken_over()
         if self._low_rank is not None:
             self._low_rank.taken_over()
+        self._merge.end()
         for total in self._sums.values():
             total.zero_()
