@@ -5,6 +5,7 @@
 #   make check   what CI runs: format, lint, types, house rules, tests
 #   make soak    long runs: soak tests, properties on random examples, three hundred seeds
 #   make chaos   real processes, a bad network, kills: what a seed says (Linux, root); SEED=1
+#   make experiments  a small version of every experiment, as one page: out/experiments/report.html
 #   make format  let ruff rewrite what `make check` would complain about
 #   make docs    write again the reference pages that are made from the code
 #   make clean   remove the virtual environment and all caches
@@ -37,7 +38,7 @@ endif
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help demo test check soak chaos format docs clean install
+.PHONY: help demo test check soak chaos experiments format docs clean install
 .DELETE_ON_ERROR:
 
 help:
@@ -69,6 +70,9 @@ soak: $(VENV)/.stamp-dev
 
 chaos: $(VENV)/.stamp-dev
 	$(BIN)/python -m tests.chaos --seed $(SEED) --peers $(PEERS) --seconds $(SECONDS) $(ARGS)
+
+experiments: $(VENV)/.stamp-dev
+	$(BIN)/moshpit experiment all --small --report out/experiments $(ARGS)
 
 format: $(VENV)/.stamp-dev
 	$(BIN)/ruff format .
