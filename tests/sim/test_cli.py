@@ -88,3 +88,29 @@ def test_nonsense_is_refused(seeds: str) -> None:
 def test_a_trace_of_many_runs_is_refused() -> None:
     result = invoke("calm", "--seeds", "0..1", "--trace", "x")
     assert isinstance(result.exception, ConfigError)
+
+
+def test_many_processes_give_the_same_results_in_order() -> None:
+    one = invoke("calm", "--seeds", "0..3", "--peers", "2", "--json", "-")
+    two = invoke("calm", "--seeds", "0..3", "--peers", "2", "--json", "-", "--jobs", "2")
+    hashes = [[r["trace_hash"] for r in json.loads(out.stdout)] for out in (one, two)]
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes[0])) == 4
+
+
+def test_what_membership_costs_is_a_table_and_json(tmp_path: Path) -> None:
+    path = tmp_path / "loads.json"
+    arguments = ("--membership", "20,40", "--seconds", "10", "--half-life", "60")
+    result = invoke(*arguments, "--json", str(path))
+    assert result.exit_code == 0
+    assert "views right after" in result.stdout
+    loads = json.loads(path.read_text())
+    assert [one["peers"] for one in loads] == [20, 20, 40, 40]
+    assert [one["changes"] > 0 for one in loads] == [False, True, False, True]
+    assert all(one["healed_s"] is not None for one in loads)
+
+
+@pytest.mark.parametrize("sizes", ["", "a", "10,", "0"])
+def test_sizes_that_make_no_swarm_are_refused(sizes: str) -> None:
+    result = invoke("--membership", sizes)
+    assert isinstance(result.exception, ConfigError)

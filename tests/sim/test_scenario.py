@@ -11,7 +11,7 @@ from moshpit.sim.scenario import load, parse, shipped
 
 SHIPPED = (
     "calm", "churn", "corrupt", "crash", "joiners", "loss", "nat", "partition", "pause", "restart",
-    "slow", "thousand",
+    "slow", "storm", "thousand",
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from moshpit.sim.simulate import Result, run
 
 SMALL = (
     "crash", "restart", "churn", "pause", "partition", "slow", "nat", "loss", "corrupt", "joiners",
+    "storm",
 )  # fmt: skip
 
 
@@ -55,6 +56,17 @@ def test_averaging_without_training_is_exact_too() -> None:
     result = run(msgspec.structs.replace(calm, work=work), 4)
     assert result.ok, explain(result)
     assert result.epochs >= 3
+
+
+def test_aux_peers_are_exact_from_the_first_epoch_on() -> None:
+    """They know what to average once they have heard of somebody who does; the others plan with
+    them before they have said so."""
+    calm = load("calm")
+    work = msgspec.structs.replace(calm.work, mode="average", step_s=(0.01, 0.3))
+    swarm = msgspec.structs.replace(calm.swarm, peers=10, aux_share=0.3, epochs=2)
+    mixed = msgspec.structs.replace(calm, work=work, swarm=swarm)
+    failed = [result for seed in range(6) if not (result := run(mixed, seed)).ok]
+    assert not failed, "\n".join(map(explain, failed))
 
 
 def test_the_result_is_a_pure_function_of_its_arguments() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,8 +12,9 @@ from rich.table import Table
 from moshpit.cli import output
 from moshpit.errors import ConfigError
 from moshpit.sim.scenario import Scenario, load, shipped
-from moshpit.sim.simulate import Result
+from moshpit.sim.simulate import Result, run_all
 from moshpit.sim.simulate import run as simulate
+from moshpit.sim.traffic import Load, measure
 
 SEEDS_MAX = 100_000
 
@@ -41,6 +41,28 @@ def sim(  # noqa: PLR0917 - typer reads the parameters
             metavar="FILE", help="Write every event and effect, to read a failure as a story."
         ),
     ] = None,
+    jobs: Annotated[
+        int, typer.Option(metavar="J", min=1, max=256, help="Run seeds in so many processes.")
+    ] = 1,
+    membership: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Instead: measure what it costs a peer to know who is there, in swarms of these "
+            "sizes.",
+        ),
+    ] = None,
+    half_life: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="With --membership: after which half of the peers have gone and others have come; "
+            "0: only quiet swarms.",
+        ),
+    ] = 600.0,
+    seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", help="With --membership: how long to count.")
+    ] = 30.0,
 ) -> None:
     """Run a swarm in the simulator and check what must always hold.
 
@@ -48,6 +70,13 @@ def sim(  # noqa: PLR0917 - typer reads the parameters
     simulated. The same seed gives the same run, so a failure can be replayed. Without a
     SCENARIO the shipped ones are listed. Exit status 1: some invariant was violated.
     """
+    if membership is not None:
+        loads = _measure(_sizes(membership), half_life, seconds, seed)
+        if json_file is None or str(json_file) != "-":
+            _show_loads(loads)
+        if json_file is not None:
+            _write(json_file, [one.to_builtins() for one in loads])
+        return
     if scenario is None:
         for name in shipped():
             typer.echo(name)
@@ -57,7 +86,7 @@ def sim(  # noqa: PLR0917 - typer reads the parameters
     if trace is not None and len(wanted) > 1:
         raise ConfigError("--trace is of one run: give one --seed with it")
     quiet = json_file is not None and str(json_file) == "-"
-    results = _run_all(loaded, wanted, peers, trace, quiet=quiet)
+    results = _run_all(loaded, wanted, peers, trace, jobs, quiet=quiet)
     if json_file is not None:
         _write(json_file, [result.to_builtins() for result in results])
     if not all(result.ok for result in results):
@@ -76,12 +105,21 @@ def _span(text: str) -> list[int]:
 
 
 def _run_all(
-    scenario: Scenario, seeds: list[int], peers: int | None, trace: Path | None, *, quiet: bool
+    scenario: Scenario,
+    seeds: list[int],
+    peers: int | None,
+    trace: Path | None,
+    jobs: int,
+    *,
+    quiet: bool,
 ) -> list[Result]:
+    if trace is not None:
+        with trace.open("w", encoding="utf-8") as log:
+            made = iter([simulate(scenario, seeds[0], peers, log)])
+    else:
+        made = run_all(scenario, seeds, peers, min(jobs, len(seeds)))
     results: list[Result] = []
-    for seed in seeds:
-        with trace.open("w", encoding="utf-8") if trace is not None else nullcontext() as log:
-            result = simulate(scenario, seed, peers, log)
+    for seed, result in zip(seeds, made, strict=True):
         results.append(result)
         if not quiet and len(seeds) == 1:
             _show(result)
@@ -110,6 +148,12 @@ def _show(result: Result) -> None:
         soft_wrap=True,
     )
     console.print(f"rounds: {rounds}; averagings that came too late: {result.stale}")
+    if result.states:
+        console.print(f"training states fetched from others: {result.states}")
+    if result.heal_epochs is not None:
+        console.print(
+            f"averagings after the last fault that left peers apart: {result.heal_epochs}"
+        )
     console.print(
         f"per peer: {result.bulk_bytes / 1e6:.2f} MB of chunks an epoch; membership "
         f"{result.membership_messages:.1f} messages/s, {result.membership_bytes / 1e3:.1f} KB/s; "
@@ -128,13 +172,14 @@ def _show_table(results: list[Result]) -> None:
     names = [finding.invariant for finding in results[0].findings]
     table = Table(box=None, pad_edge=False)
     outcomes = ("complete", "partial", "failed")
-    for column in ("seed", *names, "epochs", *outcomes, "stale", "virtual", "real"):
+    for column in ("seed", *names, "epochs", *outcomes, "stale", "healing", "virtual", "real"):
         table.add_column(column, justify="right")
     for r in results:
         marks = ["[green]ok[/]" if f.ok else f"[bold red]{f.violations}[/]" for f in r.findings]
         counts = [str(r.rounds[name]) for name in outcomes]
+        heals = "-" if r.heal_epochs is None else str(r.heal_epochs)
         times = (f"{r.virtual_s:.0f} s", f"{r.real_s:.1f} s")
-        table.add_row(str(r.seed), *marks, str(r.epochs), *counts, str(r.stale), *times)
+        table.add_row(str(r.seed), *marks, str(r.epochs), *counts, str(r.stale), heals, *times)
     output.stdout().print(table)
     failed = [str(result.seed) for result in results if not result.ok]
     end = f": {' '.join(failed)}" if failed else ""
@@ -142,7 +187,51 @@ def _show_table(results: list[Result]) -> None:
     output.stdout().print(text, soft_wrap=True)
 
 
-def _write(path: Path, results: list[dict[str, object]]) -> None:
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes:
+        raise ConfigError(f"--membership {text!r}: expected numbers of peers, such as 100,1000")
+    return sizes
+
+
+def _measure(sizes: list[int], half_life_s: float, seconds: float, seed: int) -> list[Load]:
+    loads: list[Load] = []
+    for peers in sizes:
+        quiet = measure(peers, half_life_s=0.0, seconds=seconds, seed=seed, quiet=0.0)
+        loads.append(quiet)
+        if half_life_s:
+            loads.append(
+                measure(
+                    peers, half_life_s=half_life_s, seconds=seconds, seed=seed, quiet=quiet.bytes
+                )
+            )
+    return loads
+
+
+def _show_loads(loads: list[Load]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in (
+        "peers", "changes/s", "messages/s", "bytes/s", "bytes of a change", "views right after",
+    ):  # fmt: skip
+        table.add_column(column, justify="right")
+    for one in loads:
+        late = "not yet" if one.healed_s is None else f"{one.healed_s:.1f} s"
+        table.add_row(
+            str(one.peers),
+            f"{one.changes:.2f}",
+            f"{one.messages:.2f}",
+            f"{one.bytes:.0f}",
+            f"{one.bytes_per_change:.0f}" if one.changes else "-",
+            late if one.changes else "-",
+        )
+    output.stdout().print("sent by each peer for membership:")
+    output.stdout().print(table)
+
+
+def _write(path: Path, results: list[dict[str, Any]]) -> None:
     text = json.dumps(results[0] if len(results) == 1 else results, indent=2)
     if str(path) == "-":
         typer.echo(text)

@@ -72,6 +72,8 @@ class Checkers:
         self.verdicts = {n: Verdict(n) for n in (*names, *(("E",) if checks.exact else ()))}
         self.outcomes = {outcome.value: 0 for outcome in Outcome}
         self.stale = 0
+        self.heal_epochs: int | None = None
+        """How many epochs began with the last fault until all that followed left no spread."""
 
     # --- keeping score --------------------------------------------------------------------
 
@@ -423,6 +425,8 @@ class Checkers:
         if epochs and max(epochs) - min(epochs) > 1:
             self.fail("L2", now, None, f"live peers are at epochs {min(epochs)} to {max(epochs)}")
         last = max(self._epochs, default=0)
+        apart = [e for e in range(healed_epoch, last) if self.spread(e) > self._checks.spread_max]
+        self.heal_epochs = max(apart) + 1 - healed_epoch if apart else 0
         for epoch in range(healed_epoch + self._checks.heal_epochs, last):
             self.count("L2")
             if self.spread(epoch) > self._checks.spread_max:

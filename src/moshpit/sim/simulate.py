@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
 from typing import Any, TextIO
 
 from moshpit.sim.scenario import Scenario
@@ -41,6 +45,9 @@ class Result:
         epochs: the epoch that the swarm reached.
         rounds: ended rounds by outcome, counted at every member.
         stale: averagings that came too late.
+        heal_epochs: how many averagings, from the last fault on, left the peers apart; None: the
+            scenario does not ask for that.
+        states: how many training states were fetched from others.
         processes: how many were started in all.
         bulk_bytes: payload sent per process and epoch, bytes.
         membership_messages, membership_bytes: sent per process and second of its life.
@@ -57,6 +64,8 @@ class Result:
     epochs: int
     rounds: dict[str, int]
     stale: int
+    heal_epochs: int | None
+    states: int
     processes: int
     bulk_bytes: float
     membership_messages: float
@@ -74,6 +83,22 @@ class Result:
     def to_builtins(self) -> dict[str, Any]:
         """Return the result as data for JSON."""
         return {"ok": self.ok} | asdict(self)
+
+
+def run_all(
+    scenario: Scenario, seeds: Sequence[int], peers: int | None = None, jobs: int = 1
+) -> Iterator[Result]:
+    """Run a scenario under many seeds, in so many processes; yield the results in their order.
+
+    Raises:
+        ConfigError: a number of peers that makes no swarm.
+    """
+    one = partial(run, scenario, peers=peers)
+    if jobs == 1:
+        yield from map(one, seeds)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(one, seeds)
 
 
 def run(
@@ -117,6 +142,8 @@ def run(
         epochs=world.top_epoch,
         rounds=dict(world.checkers.outcomes),
         stale=world.checkers.stale,
+        heal_epochs=world.checkers.heal_epochs,
+        states=world.checkers.states.fetched_states if world.checkers.states is not None else 0,
         processes=len(world.processes),
         bulk_bytes=sum(t.bulk_sent for t in traffic) / scenario.swarm.peers / epochs,
         membership_messages=sum(t.membership_messages for t in traffic) / life_s,
