@@ -14,9 +14,10 @@ of the loop would have begun with.
 from __future__ import annotations
 
 import random
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -226,8 +227,8 @@ class TrainingState:
 
     def _apply(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
         state = self._part("optimizer") | {"param_groups": self._groups()}
-        optimizer.load_state_dict(state)
-        _keep_dtypes(optimizer, state)
+        optimizer.load_state_dict(state | {"state": _plain(cast("dict[Any, Any]", state["state"]))})
+        _keep_exact(optimizer, state)
         theirs = self._part(MODEL, copy=False)
         keys = model.state_dict().keys() if model is not None else ()
         if model is not None:
@@ -280,16 +281,55 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     return type(inner).__name__
 
 
-def _keep_dtypes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Undo what `torch.optim.Optimizer.load_state_dict` does to state of another dtype than its
-    parameter's, such as float32 momenta of bfloat16 parameters: it rounds them."""
+def _plain(states: dict[Any, Any]) -> dict[Any, Any]:
+    """Return what `torch.optim.Optimizer.load_state_dict` can read: it takes everything that can
+    be iterated for a list of tensors, also strings and arrays."""
+    kept: dict[Any, Any] = {}
+    for place, state in states.items():
+        kept[place] = state
+        if isinstance(place, int) and isinstance(state, dict):
+            named = cast("dict[Any, Any]", state)
+            plain = torch.Tensor | int | float | None
+            kept[place] = {k: v for k, v in named.items() if isinstance(v, plain)}
+    return kept
+
+
+def _keep_exact(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Add what `_plain` has left out, and undo what the loading does to tensors that are not like
+    their parameter: it turns also counts, masks and float32 momenta into its dtype."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     places = [place for group in state["param_groups"] for place in group["params"]]
     for place, parameter in zip(places, parameters, strict=True):
         for key, saved in state["state"].get(place, {}).items():
             loaded = optimizer.state[parameter].get(key)
-            if isinstance(loaded, torch.Tensor) and loaded.dtype != saved.dtype:
-                optimizer.state[parameter][key] = saved.to(loaded.device)
+            optimizer.state[parameter][key] = _exact(loaded, saved, parameter.device)
+
+
+def _exact(loaded: Any, saved: Any, device: torch.device) -> Any:
+    """Return what was saved, where the loading has put it."""
+    if isinstance(loaded, torch.Tensor):  # also what was a number in older versions of torch
+        if not isinstance(saved, torch.Tensor) or saved.dtype == loaded.dtype:
+            return loaded
+        return saved.to(loaded.device)
+    return _moved(saved, device)
+
+
+def _moved(saved: Any, device: torch.device) -> Any:
+    match saved:
+        case torch.Tensor():
+            return saved.to(device)
+        case Counter():
+            return cast("Counter[Any]", saved)
+        case dict():
+            return {k: _moved(v, device) for k, v in cast("dict[Any, Any]", saved).items()}
+        case list() | tuple():
+            items = cast("list[Any] | tuple[Any, ...]", saved)
+            return type(items)(_moved(v, device) for v in items)
+        case deque():
+            queue = cast("deque[Any]", saved)
+            return deque((_moved(v, device) for v in queue), queue.maxlen)
+        case _:
+            return saved
 
 
 def _model_state(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

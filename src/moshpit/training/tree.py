@@ -2,23 +2,28 @@
 
 JSON stays as it is where it can say the thing; else a dict with one key that begins with ``$``
 stands for it: ``{"$tensor": name}``, ``{"$tuple": [...]}``, ``{"$float": "inf"}``,
-``{"$dict": [[key, value], ...]}`` for keys that are not all plain strings, and
-``{"$counter": ...}`` for what `torch.optim.lr_scheduler.MultiStepLR` keeps. Dicts are sorted by
-key, so that equal states have equal JSON.
+``{"$dict": [[key, value], ...]}`` for keys that are not all plain strings, ``{"$counter": ...}``
+for what `torch.optim.lr_scheduler.MultiStepLR` keeps, and so on for sets, deques, bytes, complex
+numbers, numpy's arrays and torch's dtypes. Dicts and sets are sorted, so that equal states have
+equal JSON.
 """
 
 from __future__ import annotations
 
+import base64
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from moshpit.errors import StateError
+from moshpit.tensors.image import DTYPES
 from moshpit.training.copying import LateCopies
 
+_DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
 DEPTH_MAX = 64  # guess: no optimizer nests so deeply; against cycles and hostile manifests
 
 
@@ -64,6 +69,26 @@ class TreeWriter:
                 return {"$counter": self._pairs(dict(counts), path, depth)}
             case dict():
                 return self._dict(cast("dict[object, object]", value), path, depth)
+            case np.generic():
+                return self.take(cast("object", value.item()), path, depth + 1)
+            case np.ndarray():
+                array = cast("np.ndarray[Any, np.dtype[Any]]", value)
+                return {"$array": self._keep_array(array, path)}
+            case set() | frozenset():
+                items = _sorted(cast("set[object] | frozenset[object]", value), path)
+                found = [self.take(v, f"{path}.{i}", depth + 1) for i, v in enumerate(items)]
+                return {"$set" if isinstance(value, set) else "$frozenset": found}
+            case deque():
+                queue = cast("deque[object]", value)
+                found = [self.take(v, f"{path}.{i}", depth + 1) for i, v in enumerate(queue)]
+                return {"$deque": [queue.maxlen, found]}
+            case bytes():
+                return {"$bytes": base64.b64encode(value).decode()}
+            case complex():
+                parts = (value.real, value.imag)
+                return {"$complex": [self.take(part, path, depth + 1) for part in parts]}
+            case torch.dtype() if str(value) in _DTYPES:
+                return {"$dtype": str(value)}
             case _:
                 kind = type(value).__qualname__
                 raise StateError(
@@ -84,6 +109,13 @@ class TreeWriter:
         return [
             [self.take(k, path, depth), self.take(value[k], f"{path}.{k}", depth + 1)] for k in keys
         ]
+
+    def _keep_array(self, array: np.ndarray[Any, np.dtype[Any]], path: str) -> str:
+        try:
+            tensor: torch.Tensor = torch.from_numpy(array.copy(order="C"))  # pyright: ignore[reportUnknownMemberType]
+            return self._keep(tensor, path)
+        except TypeError as error:
+            raise StateError(f"{path}: an array of {array.dtype} has no form") from error
 
     def _keep(self, tensor: torch.Tensor, path: str) -> str:
         name, number = path, 1
@@ -127,7 +159,7 @@ def _names(value: Any, depth: int) -> Iterator[str]:
             yield from _names(inner, depth + 1)
     elif isinstance(value, dict):
         for key, inner in cast("dict[str, Any]", value).items():
-            if key == "$tensor":
+            if key in {"$tensor", "$array"}:
                 yield str(inner)
             else:
                 yield from _names(inner, depth + 1)
@@ -151,6 +183,12 @@ def _read(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
     return {k: read(v) for k, v in named.items()}
 
 
+def _sorted(values: set[object] | frozenset[object], path: str) -> list[Any]:
+    if not all(isinstance(value, str | int | float) for value in values):
+        raise StateError(f"{path}: only strings and numbers can be in a set")
+    return sorted(cast("set[Any]", values), key=lambda v: (type(v).__name__, v))
+
+
 def _tagged(
     tag: str, value: Any, tensors: Mapping[str, torch.Tensor], read: Callable[[Any], Any]
 ) -> Any:
@@ -165,5 +203,21 @@ def _tagged(
             return {read(k): read(v) for k, v in value}
         case "$counter":
             return Counter({read(k): read(v) for k, v in value})
+        case "$array":
+            return tensors[value].numpy()
+        case "$set":
+            return {read(v) for v in value}
+        case "$frozenset":
+            return frozenset(read(v) for v in value)
+        case "$deque":
+            maxlen, items = value
+            return deque((read(v) for v in items), maxlen)
+        case "$bytes":
+            return base64.b64decode(value, validate=True)
+        case "$complex":
+            real, imag = value
+            return complex(read(real), read(imag))
+        case "$dtype":
+            return _DTYPES[value]
         case _:
             raise StateError(f"the contents hold a {tag[:20]!r}, which nobody here knows")
