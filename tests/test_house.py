@@ -31,8 +31,8 @@ LAYERS = (
     ("wire",),
     ("tensors", "protocol"),
     ("transport", "identity"),
-    ("runtime", "sim", "baselines"),
-    ("training", "planning"),
+    ("runtime", "sim"),
+    ("training", "planning", "baselines"),
     ("experiments",),
     ("dashboard", "integrations", "metrics", "cli"),
     ("", "__main__"),
@@ -44,7 +44,7 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 SIDEWAYS = {
     ("config", "types"),
     ("transport", "identity"),  # the handshake proves keys and admissions
-    ("baselines", "sim"),
+    ("baselines", "training"),  # they are strategies
     ("__main__", ""),
 }
 """Imports within one layer that are meant."""

@@ -73,6 +73,8 @@ _HOME = {
 
 def __getattr__(name: str) -> object:
     """Import public names on first use, so that `import moshpit` does not import torch."""
+    if name == "baselines":  # a package of its own, so that one can compare without an import
+        return import_module("moshpit.baselines")
     if name not in _HOME:
         raise AttributeError(f"module 'moshpit' has no attribute {name!r}")
     value = getattr(import_module(f"moshpit.{_HOME[name]}"), name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 
@@ -61,14 +62,14 @@ def statistics_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Named])
     keys: dict[str, torch.dtype] = {}
     for named in parameters:
         for key, value in optimizer.state.get(named.tensor, {}).items():
-            if _is_statistic(value, named.tensor):
+            if is_statistic(value, named.tensor):
                 keys.setdefault(key, value.dtype)
     found: list[Named] = []
     for named in parameters:
         state = optimizer.state.get(named.tensor, {})
         for key in sorted(keys):
             value = state.get(key)
-            if not _is_statistic(value, named.tensor):
+            if not is_statistic(value, named.tensor):
                 value = torch.zeros_like(named.tensor, dtype=keys[key])
             found.append(Named(f"{named.name}.{key}", value))
     return found
@@ -90,7 +91,8 @@ def first_nonfinite(tensors: Sequence[Named]) -> str | None:
     return next((t.name for t in tensors if not is_finite(t.tensor)), None)
 
 
-def _is_statistic(value: object, parameter: torch.Tensor) -> bool:
+def is_statistic(value: object, parameter: torch.Tensor) -> TypeGuard[torch.Tensor]:
+    """Return whether this is something that an optimizer keeps in a parameter's shape."""
     return (
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
