@@ -89,8 +89,9 @@ def healing_epochs(record: Record, healed: float) -> int:
 
 def healed_at(record: Record) -> float | None:
     """Return when all were together again, for good: each has begun an epoch in which it saw all
-    others, and not the oldest but one of what others were at; None: never."""
-    lives = record.last_lives
+    others, and not the oldest but one of what others were at; None: never. Who has ended by itself
+    is not waited for: another rule has found that."""
+    lives = [life for life in record.last_lives if life.expected or not life.ended]
     told = sorted((e["at"], life.peer, e) for life in lives for e in life.all_of("epoch"))
     together: dict[int, float] = {}
     newest = 0
