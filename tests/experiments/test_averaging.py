@@ -59,7 +59,7 @@ def test_the_table_has_every_cell_and_marks_those_that_disagree(
     assert [len(cells) for cells in table.rows] == [len(table.head)] * 2
     assert (1, 5) in table.marked
     assert (0, 5) not in table.marked
-    assert table.rows[0][4] == "43.2 (13.8) / 43.2 (13.8)"
+    assert table.rows[0][4] == "43.2 (13.8)\n43.2 (13.8)"
 
 
 # --- the command ------------------------------------------------------------------------------

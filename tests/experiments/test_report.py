@@ -32,7 +32,7 @@ def section(name: str = "one") -> Section:
         ),
         tables=(
             Table(
-                title="t", head=("a", "b"), rows=(("1", "2"), ("3", "<4>")), text="x",
+                title="t", head=("a", "b"), rows=(("1", "2\n5"), ("3", "<4>")), text="x",
                 natures=(Nature.QUOTED, Nature.MODELLED), marked=frozenset({(1, 0)}),
             ),
         ),
@@ -43,7 +43,7 @@ def section(name: str = "one") -> Section:
 class Page(HTMLParser):
     """Collects tags, and fails on those that do not close."""
 
-    VOID = ("meta", "img", "br", "!doctype")
+    VOID = ("meta", "img", "br")
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -92,6 +92,8 @@ def test_text_stays_text() -> None:
     assert "Title of <one>" in found.words
     assert "code <b>" in found.words
     assert "<4>" in found.words
+    assert found.words[found.words.index("2") + 1] == "5"
+    assert len(found.all("br")) == 1
     assert found.all("img")[0]["alt"] == 'a "b"'
     assert any("&& echo done" in word for word in found.words)
 

@@ -337,8 +337,8 @@ def plot(found: Compared) -> Any:
 
 _CASES = (Case(peers=512), Case(peers=768))
 _SMALL_CASES = (
-    Case(peers=96, group_size=10, death=0.01, values=10),
-    Case(peers=150, group_size=16, death=0.01, values=16, seeds=2),
+    Case(peers=96, group_size=10, death=0.03, values=10),
+    Case(peers=150, group_size=16, death=0.03, values=16),
 )
 
 
@@ -390,6 +390,10 @@ def _figure(found: Compared) -> Figure:
     )
 
 
+def _figure_of(spread: float) -> str:
+    return f"{spread:.2g}" if spread > DRAWN_MIN else f"< {DRAWN_MIN:g}"
+
+
 def _table(found: list[Compared]) -> Table:
     rows: list[tuple[str, ...]] = []
     marked: list[tuple[int, int]] = []
@@ -398,7 +402,7 @@ def _table(found: list[Compared]) -> Table:
             if number in one.outside:
                 marked.append((len(rows), 2))
             cells = (one.protocol[number], one.model[number], one.low[number], one.high[number])
-            protocol, model, low, high = (f"{max(cell, DRAWN_MIN):.2g}" for cell in cells)
+            protocol, model, low, high = map(_figure_of, cells)
             rows.append((str(one.case), str(number), protocol, model, f"{low} to {high}"))
     outside = sum(len(one.outside) for one in found)
     wrong = [text for one in found for text in one.violated]

@@ -120,11 +120,11 @@ def published_table(placements: int) -> Table:
             wanted = [(fine, ours[0])] + ([(coarse, ours[1])] if coarse is not None else [])
             if not all(found.agrees(value) for value, found in wanted):
                 marked.append((len(rows), len(row)))
-            row.append(" / ".join((_said([v for v, _ in wanted]), _found([f for _, f in wanted]))))
+            row.append(f"{_said([v for v, _ in wanted])}\n{_found([f for _, f in wanted])}")
         rows.append(tuple(row))
     count = len(rows) * len(ALGORITHMS)
     return Table(
-        title="The paper's table: published / computed here",
+        title="The paper's table: published, and below it computed here",
         head=("N", "p", *ALGORITHMS),
         rows=tuple(rows),
         text=(

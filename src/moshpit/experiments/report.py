@@ -174,7 +174,7 @@ def _table(table: Table) -> str:
     rows = "".join(
         "<tr>"
         + "".join(
-            f"<td{_marked(table, at, column)}>{_quoted(cell)}</td>"
+            f"<td{_marked(table, at, column)}>{_lines(cell)}</td>"
             for column, cell in enumerate(row)
         )
         + "</tr>"
@@ -185,6 +185,10 @@ def _table(table: Table) -> str:
         f'<tbody>{rows}</tbody></table></div><p class="note">{_badges(table.natures)} '
         f"{_prose(table.text)}</p>"
     )
+
+
+def _lines(cell: str) -> str:
+    return "<br>".join(_quoted(line) for line in cell.splitlines())
 
 
 def _marked(table: Table, row: int, column: int) -> str:

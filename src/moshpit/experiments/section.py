@@ -51,7 +51,7 @@ class Table:
     Attributes:
         title: one line that says what is compared.
         head: the columns.
-        rows: each as long as the head.
+        rows: each as long as the head; a cell may have several lines.
         text: how to read it.
         natures: what kinds of numbers are in it.
         marked: the cells, as (row, column), that are to stand out, such as those that disagree.
