@@ -12,8 +12,8 @@ Changes ride on pings and acks (`gossip.Rumors`). Joins, deaths, and what change
 a peer is are *urgent*: they are pushed to a few random peers at once, at most every
 `PUSH_INTERVAL_S`. Records that differ in samples and rates just ride along.
 
-Two peers that meet for the first time, and now and then two random ones, compare digests of
-their views; each answers the other's with what it has in the buckets that differ.
+Two peers that meet for the first time, and now and then two random ones, compare their views
+(`exchange`).
 
 The dead are remembered for `dead_kept_s`, so that old records of theirs do not bring them back,
 and now and then one of them is pinged: that is how two halves of a swarm find each other again.
@@ -23,13 +23,13 @@ What is believed, and why, is in `roster`; this file is about when to say what t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import chain
 from math import inf
 from typing import Any, Final, final
 
 from moshpit.config import MembershipConfig
-from moshpit.protocol.gossip import beliefs, gossip_of, pages
+from moshpit.protocol.exchange import Exchanges
+from moshpit.protocol.gossip import gossip_of
 from moshpit.protocol.known import Known
 from moshpit.protocol.machine import (
     Effect,
@@ -56,6 +56,7 @@ from moshpit.wire.messages import (
     Gossip,
     Message,
     News,
+    Outline,
     PeerRecord,
     Ping,
     PingReq,
@@ -68,8 +69,7 @@ PUSH_INTERVAL_S: Final = 0.1  # guess
 RECONNECT_INTERVALS: Final = 5  # guess: probe intervals between two pings to the dead
 SUSPECTS_PROBED_MAX: Final = 4  # guess: own suspects pinged again in each interval
 FAREWELLS_MAX: Final = 16  # guess: peers to whom a Goodbye is said
-DIGESTS_MAX: Final = 1024  # guess: digests sent whose answers are remembered to be due
-DIGEST_ANSWER_S: Final = 2.0  # guess: how long an answer to a digest may be under way
+LEARNED_SHARE: Final = 100  # guess: what an exchange may bring of the view, one part in so many
 
 
 @final
@@ -105,7 +105,7 @@ class Membership:
         self._rng = rng
         self._probes = Probes(rng.getrandbits(31))
         self._linked = self.view.links
-        self._digests: dict[PeerId, float] = {}  # to whom one was sent, and when
+        self._exchanges = Exchanges(self._roster, config.probe_interval_s)
         self._order = ProbeOrder(self.view, self._me, rng)
         self._probe_at = now + rng.random() * config.probe_interval_s
         self._exchange_at = now + rng.random() * config.exchange_interval_s
@@ -132,7 +132,7 @@ class Membership:
             # Whoever speaks lives, whatever it says: a probe of it need not wait for its Ack.
             self._probes.answered(event.peer)
             if entry is None and event.peer not in self.view.entries:
-                self._ask_stranger(event.peer, now)
+                self._exchanges.ask_stranger(event.peer, now)
         elif isinstance(event, LinkUp):
             self._link_up(event.peer, now)
         elif isinstance(event, LinkDown):
@@ -264,16 +264,20 @@ class Membership:
             self._merge(peer, message.gossip, now)
             self._ping_for(peer, message, now)
         elif isinstance(message, Digest):
-            self._answer_digest(peer, message, now)
+            self._exchanges.digest(peer, message, now)
         elif isinstance(message, Difference):
             known = self.view.generation
             self._merge(peer, message.gossip, now)
-            if self.view.generation != known:
-                # Rumours had missed something: compare with somebody else soon.
+            learned = self.view.generation - known
+            if learned * LEARNED_SHARE >= len(self.view.live):
+                # Rumours had missed something: compare with somebody else soon. Of a large swarm
+                # there is always some news that is only under way.
                 self._exchange_at = min(self._exchange_at, now + self._config.probe_interval_s)
-            self._answer_difference(peer, message.reply)
+            self._exchanges.difference(peer, message.reply)
+        elif isinstance(message, Outline):
+            self._exchanges.outline(peer, message, now)
         elif isinstance(message, ViewAsk):
-            self._send_views(peer, range(BUCKETS), ())
+            self._exchanges.send_views(peer, range(BUCKETS))
         elif isinstance(message, Goodbye):
             if message.record.peer != peer or not message.record.left:
                 self._roster.refuse(peer, "goodbye for somebody else")
@@ -317,62 +321,16 @@ class Membership:
 
     # --- exchanges ------------------------------------------------------------------------
 
-    def _send_digest(self, peer: PeerId, now: float) -> None:
-        if len(self._digests) >= DIGESTS_MAX:
-            self._digests.clear()
-        self._digests[peer] = now
-        self._send(peer, Digest(self.view.digest()))
-
     def _exchange(self, now: float) -> None:
         """Compare views with a random peer, and with one whose record never came."""
         for peer in self._some(1):
-            self._send_digest(peer, now)
+            self._exchanges.begin(peer, now)
         for peer in self._linked:
             if peer not in self.view.entries:
-                self._greet(peer, now)
+                self._exchanges.greet(peer, now)
                 break
         if len(self.view.live) == 1:
             self._exchange_at = now + self._config.probe_interval_s
-
-    def _greet(self, peer: PeerId, now: float) -> None:
-        self._send(peer, News(Gossip((self.view.me,))))
-        self._send_digest(peer, now)
-
-    def _ask_stranger(self, peer: PeerId, now: float) -> None:
-        """Somebody unknown speaks: its record was lost, or is not believed here."""
-        asked = self._digests.get(peer, -inf)
-        if now - asked >= self._config.probe_interval_s:
-            self._send_digest(peer, now)
-
-    def _answer_digest(self, peer: PeerId, message: Digest, now: float) -> None:
-        if len(message.buckets) != BUCKETS:
-            self._roster.refuse(peer, "digest of a wrong size")
-            return
-        differing = self.view.differing(message.buckets)
-        # Who was sent a digest answers with its records anyway: no need to ask for them.
-        asked = now - self._digests.get(peer, -inf) <= DIGEST_ANSWER_S
-        if differing:
-            self._send_views(peer, differing, () if asked else tuple(differing))
-
-    def _answer_difference(self, peer: PeerId, reply: tuple[int, ...]) -> None:
-        if not reply:
-            return
-        buckets = sorted(dict.fromkeys(reply))
-        if buckets[0] < 0 or buckets[-1] >= BUCKETS:
-            self._roster.refuse(peer, "bucket out of range")
-        else:
-            self._send_views(peer, buckets, ())
-
-    def _send_views(self, peer: PeerId, buckets: Iterable[int], reply: tuple[int, ...]) -> None:
-        told = (
-            rumor
-            for index in buckets
-            for entry in self.view.bucket(index)
-            for rumor in beliefs(entry, self._me)
-        )
-        for gossip in pages(told):
-            self._send(peer, Difference(gossip, reply))
-            reply = ()
 
     # --- links ----------------------------------------------------------------------------
 
@@ -382,7 +340,7 @@ class Membership:
         self._linked[peer] = None
         entry = self._roster.heard(peer, now)
         if entry is None or not entry.status.live:
-            self._greet(peer, now)
+            self._exchanges.greet(peer, now)
         self._roster.update_via(self._linked, now)
 
     def _link_down(self, peer: PeerId, refused: bool, now: float) -> None:

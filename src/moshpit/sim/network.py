@@ -42,6 +42,7 @@ from moshpit.wire.messages import (
     Goodbye,
     Message,
     News,
+    Outline,
     Ping,
     PingReq,
     ViewAsk,
@@ -51,7 +52,7 @@ CONNECTING, UP, DOWN = 0, 1, 2
 PACKET_BYTES = 1448  # Ethernet with TCP time stamps
 RTO_S = 0.2  # Linux's shortest retransmission time-out
 HANDSHAKE_TRIPS = 6  # one-way: TCP, TLS 1.3, proof of keys
-_MEMBERSHIP = frozenset((Ack, Difference, Digest, Goodbye, News, Ping, PingReq, ViewAsk))
+_MEMBERSHIP = frozenset((Ack, Difference, Digest, Goodbye, News, Outline, Ping, PingReq, ViewAsk))
 
 _encode = msgspec.msgpack.Encoder().encode_into
 

@@ -133,7 +133,7 @@ class News(Message, frozen=True, tag=4):
 
 
 class Digest(Message, frozen=True, tag=5):
-    """A summary of my view in buckets; the receiver answers with `Difference`s."""
+    """A summary of my view in buckets; the receiver answers with `Difference`s, or an `Outline`."""
 
     buckets: tuple[bytes, ...]
     """For each bucket of peer ids, a hash of its live records, but for their progress."""
@@ -155,6 +155,18 @@ class Goodbye(Message, frozen=True, tag=8):
     """I am leaving on purpose; do not wait for me."""
 
     record: PeerRecord
+
+
+class Outline(Message, frozen=True, tag=9):
+    """What I have in buckets whose hashes differed: the receiver asks for what it lacks."""
+
+    buckets: tuple[int, ...]
+    hashes: tuple[bytes, ...]
+    """For each bucket, the first 6 bytes of the hash of each live record, one after the other."""
+    back: bool = False
+    """The sender wants the receiver's outline of these buckets, too."""
+    asks: bool = False
+    """Not what I have, but what I lack: please send me these records."""
 
 
 # --- matchmaking --------------------------------------------------------------------------
@@ -352,13 +364,13 @@ class Refusal(Message, frozen=True, tag=28):
 
 
 AnyMessage = (
-    Ping | Ack | PingReq | News | Digest | Difference | ViewAsk | Goodbye
+    Ping | Ack | PingReq | News | Digest | Difference | ViewAsk | Goodbye | Outline
     | Join | JoinAck | JoinRefused | Redirect | Unjoin | Call | CallReply | GroupFormed
     | Beat | GroupAsk | Takeover | Held | Redo | Want | MemberDone | RoundOver | Refusal
     | LinkMessage | HelpMessage | StateMessage | ParcelMessage
 )  # fmt: skip
 
-MEMBERSHIP_MESSAGES = (Ping, Ack, PingReq, News, Digest, Difference, ViewAsk, Goodbye)
+MEMBERSHIP_MESSAGES = (Ping, Ack, PingReq, News, Digest, Difference, ViewAsk, Goodbye, Outline)
 MATCHMAKING_MESSAGES = (
     Join, JoinAck, JoinRefused, Redirect, Unjoin, Call, CallReply, GroupFormed
 )  # fmt: skip
