@@ -1,0 +1,120 @@
+"""Real processes on machines between which the network is cut: both sides train on, and merge."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moshpit.identity.tickets import RunKey
+from moshpit.types import Address
+
+from .namespaces import Machine, internet, needs_namespaces
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 120.0
+Event = dict[str, Any]
+
+
+class Peer:
+    """A process of `tests.real.divided` on a machine, and what it has said."""
+
+    def __init__(self, machine: Machine, ticket: str, place: float) -> None:
+        command = [sys.executable, "-m", "tests.real.divided", ticket, machine.address, str(place)]
+        self.machine = machine
+        self.process = subprocess.Popen(
+            machine.inside(*command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            cwd=ROOT,
+        )  # fmt: skip
+        self.averagings: list[tuple[Event, Event]] = []
+        """What it gave, and what came of it."""
+        self._news: queue.Queue[Event | None] = queue.Queue()
+        self._gave: Event | None = None
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._news.put(json.loads(line))
+        self._news.put(None)
+
+    def tell(self, line: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def next(self, kind: str, deadline: float) -> Event:
+        while True:
+            event = self._news.get(timeout=max(0.1, deadline - time.monotonic()))
+            assert event is not None, "it has ended"
+            if event["event"] == "gave":
+                self._gave = event
+            elif event["event"] == "averaged":
+                assert self._gave is not None
+                self.averagings.append((self._gave, event))
+            if event["event"] == kind:
+                return event
+
+    def until_with(self, peers: int, count: int) -> None:
+        """Wait for so many averagings with so many peers."""
+        deadline = time.monotonic() + PATIENCE_S
+        while count:
+            count -= self.next("averaged", deadline)["peers"] == peers
+
+
+@contextlib.contextmanager
+def ended(peers: list[Peer]) -> Iterator[list[Peer]]:
+    try:
+        yield peers
+    finally:
+        for peer in peers:
+            peer.process.kill()
+            peer.process.wait()
+
+
+@pytest.mark.soak
+@needs_namespaces
+def test_sides_train_on_while_the_network_is_cut_and_merge_by_what_they_have_done() -> None:
+    with internet() as net, contextlib.ExitStack() as stack:
+        machines = [net.machine() for _ in range(3)]
+        first = Address(machines[0].address, 7000)
+        ticket = RunKey.generate().invite().ticket((first,)).encode()
+        peers = stack.enter_context(ended([]))
+        for place, machine in enumerate(machines):
+            peers.append(Peer(machine, ticket, place))
+            peers[-1].next("joined", time.monotonic() + PATIENCE_S)
+        for peer in peers:
+            peer.tell(3)
+        for peer in peers:
+            peer.until_with(3, 2)
+        net.cut(machines[:2], machines[2:])
+        peers[0].until_with(2, 3)
+        peers[1].until_with(2, 3)
+        peers[2].until_with(1, 2)
+        net.heal()
+        for peer in peers:
+            peer.until_with(3, 1)
+        epochs = [{a["epoch"]: (g, a) for g, a in p.averagings if a["peers"]} for p in peers]
+        together = [epoch for epoch, (_, averaged) in epochs[0].items() if averaged["peers"] == 3]
+        *_, before, merged = together
+        assert merged > before + 3
+        seen = [at[merged][0]["samples"] - at[before][0]["samples"] for at in epochs]
+        assert [at[merged][0]["weight"] for at in epochs] == seen
+        for k, value in enumerate(epochs[0][merged][1]["values"]):
+            given = [at[merged][0]["values"][k] for at in epochs]
+            mean = sum(n * v for n, v in zip(seen, given, strict=True)) / sum(seen)
+            assert value == pytest.approx(mean, abs=1e-6)
+        for at in epochs[1:]:
+            assert at[merged][1]["values"] == epochs[0][merged][1]["values"]
+        for peer in peers:
+            peer.tell("finish")
+            assert peer.next("left", time.monotonic() + PATIENCE_S)["caught_up"] == 0
