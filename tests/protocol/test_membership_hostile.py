@@ -28,6 +28,7 @@ from moshpit.wire.messages import (
     Goodbye,
     Gossip,
     News,
+    Outline,
     PeerRecord,
     Ping,
     PingReq,
@@ -270,6 +271,13 @@ messages: st.SearchStrategy[AnyMessage] = st.one_of(
     st.builds(Digest, st.lists(st.binary(max_size=9), min_size=64, max_size=64).map(tuple)),
     st.builds(Difference, gossip, st.lists(counters, max_size=5).map(tuple)),
     st.just(ViewAsk()),
+    st.builds(
+        Outline,
+        st.lists(st.integers(-1, 65), max_size=4).map(tuple),
+        st.lists(st.binary(max_size=13), max_size=4).map(tuple),
+        st.booleans(),
+        st.booleans(),
+    ),
     st.builds(Goodbye, any_record),
 )
 senders = st.integers(1, 5).map(peer_id)
