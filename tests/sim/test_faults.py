@@ -69,11 +69,12 @@ def test_broken_contributions_are_refused_by_name(how: str) -> None:
     assert notes(fault) == [(0.5, "corrupt p3 for 4.000 s"), (4.5, "corrupt p3 is over")]
 
 
-@pytest.mark.parametrize(("name", "seed", "peers"), [("joiners", 1000, None)])
+@pytest.mark.parametrize(("name", "seed", "peers"), [("joiners", 1000, None), ("nat", 1009, 7)])
 def test_seeds_that_were_red(name: str, seed: int, peers: int | None) -> None:
     """What was wrong:
 
-    - joiners 1000: who held an averaging back, to merge sides, wanted ticks without end.
+    - joiners 1000: who held an averaging back, to merge sides, wanted ticks without end;
+    - nat 1009: clients, all whose reducers had died, were expected to average.
     """
     result = run(load(name), seed, peers)
     assert result.ok, [f.first for f in result.findings if not f.ok]

@@ -424,6 +424,8 @@ class Checkers:
         epochs = [process.node.epoch for process in live]
         if epochs and max(epochs) - min(epochs) > 1:
             self.fail("L2", now, None, f"live peers are at epochs {min(epochs)} to {max(epochs)}")
+        if not any(process.role.reduces for process in live):
+            return  # clients cannot reach each other: nobody is left who could average for them
         last = max(self._epochs, default=0)
         apart = [e for e in range(healed_epoch, last) if self.spread(e) > self._checks.spread_max]
         self.heal_epochs = max(apart) + 1 - healed_epoch if apart else 0
