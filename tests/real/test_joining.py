@@ -301,3 +301,27 @@ def test_who_holds_nothing_fetches_what_the_others_start_from(
         assert "this peer holds none and will fetch the state" in words
         check_all_alike(again, ends)
         assert ends[2]["caught_up"] >= 1
+
+
+@LONG
+def test_a_joiner_whose_donors_are_all_gone_waits_for_one_from_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    long = ("--samples", "500", "--width", "2000", "--directory", str(tmp_path / "ckpt"))
+    with job(tmp_path, "--strategy", "gradients") as running:
+        only = running.add("--seed", "0", *long)
+        only.expect("epoch", epoch=2)
+        late = running.add("--seed", "7", "--width", "2000", "--samples", "500")
+        late.expect("arriving")
+        only.process.send_signal(signal.SIGSTOP)
+        assert "caught up" not in late.errors, "it was too fast for this test"
+        only.process.kill()
+        deadline = time.monotonic() + PATIENCE_S
+        while "are gone: waiting for somebody who has it" not in late.errors:
+            assert time.monotonic() < deadline, late.errors
+            time.sleep(0.05)
+        again = running.at_contact("--seed", "9", "--resume", *long)
+        assert again.expect("begins")["epoch"] >= 2
+        late.expect("epoch", epoch=2, caught_up=1)
+        peers = [again, late]
+        check_all_alike(peers, running.finish(peers, after=2))

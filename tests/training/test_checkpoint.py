@@ -494,6 +494,9 @@ def test_what_makes_no_sense_is_said(trainer: Train, tmp_path: Path) -> None:
     for options in ({"every": 0}, {"keep": 0}):
         with pytest.raises(ConfigError, match="1 or more"):
             moshpit.Checkpoint("x", **options)
+    for seconds in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="give seconds, 0 or more"):
+            moshpit.Checkpoint("x", resume_wait_s=seconds)
     with pytest.raises(LocalError, match=r"give the checkpoint to a moshpit\.Optimizer"):
         moshpit.Checkpoint("x").save()
     (tmp_path / "file").write_text("in the way")

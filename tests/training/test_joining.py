@@ -178,6 +178,54 @@ def test_a_state_that_does_not_fit_changes_nothing(what, memory_swarm, caplog):
     assert not standing.behind(), "it goes on as it is, and takes the next mean"
 
 
+class Gone(OneState):
+    """All who had a state are gone; after some looks somebody is there again, or never."""
+
+    def __init__(self, state, looks=10**9):
+        super().__init__(state)
+        self.looks = looks
+        self.detached = 0
+
+    def newest(self, numel, schema=b""):
+        self.looks -= 1
+        return super().newest(numel, schema) if self.looks < 0 else (-1, b"")
+
+    def detach(self):
+        self.detached += 1
+
+    def confirm(self, epoch):
+        pass
+
+    def pause(self, seconds):
+        pass
+
+
+def test_the_last_one_that_has_a_state_goes_on_from_it(memory_swarm, caplog):
+    trainer = Trainer(memory_swarm(1).peers[0], GradientAveraging(64), seed=0)
+    standing = standing_at(trainer, Gone(None), trainer.strategy)
+    standing.next_epoch, standing.drift = 3, "the averaging of epoch 3 did not reach this peer"
+    standing.attached = True
+    assert standing.behind()
+    assert not standing.catch_up(lambda: None), "it goes on with the batch at hand"
+    assert "going on from this peer's own state, of epoch 3" in caplog.text
+    standing.check()
+    assert not standing.behind()
+
+
+def test_who_has_no_state_waits_for_somebody_who_has(memory_swarm, caplog):
+    peers = memory_swarm(2).peers
+    donor, trainer = (Trainer(peer, GradientAveraging(64), seed=0) for peer in peers)
+    state = TrainingState.capture(donor.opt, donor.model, epoch=5, generators=False)
+    standing = standing_at(trainer, Gone(state, looks=20), trainer.strategy)
+    standing.attached = True
+    asked = []
+    assert standing.catch_up(lambda: asked.append(1))
+    assert "all who had the state of epoch 5 are gone: waiting" in caplog.text
+    assert "moshpit run --resume" in caplog.text
+    assert len(asked) > 10, "the process can be ended meanwhile"
+    assert standing.next_epoch == 5
+
+
 def test_memory_is_bounded_by_the_model(memory_swarm):
     trainer = Trainer(memory_swarm(1).peers[0], LocalSGD(64), seed=0)
     state = TrainingState.capture(trainer.opt, trainer.model, epoch=5, generators=False)

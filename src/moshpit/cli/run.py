@@ -98,8 +98,16 @@ def run(  # noqa: PLR0917 - typer reads the parameters
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Begin with the newest good checkpoint in DIR, if there is one. The script "
-            "saves with `moshpit.Checkpoint`.",
+            help="Begin with a good checkpoint in DIR, if there is one: of the newest epoch that "
+            "all peers hold who resume. The script saves with `moshpit.Checkpoint`.",
+        ),
+    ] = None,
+    resume_wait: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="How long to wait, when resuming, for the peers that trained when the newest "
+            "checkpoint was saved. Without it: 20s.",
         ),
     ] = None,
 ) -> None:
@@ -141,7 +149,7 @@ def run(  # noqa: PLR0917 - typer reads the parameters
     )
     if resume is not None and resume.exists() and not resume.is_dir():
         raise ConfigError(f"--resume {resume}: not a directory")
-    set_resume(resume)
+    set_resume(resume, None if resume_wait is None else duration_s(resume_wait))
     on_signals(duration_s(grace))
     if script is not None:
         run_script(script, args or [])

@@ -60,6 +60,7 @@ class JoinSettings:
 class _Ambient:
     settings = JoinSettings()
     resume: Path | None = None
+    resume_wait_s: float | None = None
 
 
 def get_ambient() -> JoinSettings:
@@ -77,9 +78,16 @@ def get_resume() -> Path | None:
     return _Ambient.resume
 
 
-def set_resume(directory: Path | None) -> None:
-    """Set where a `moshpit.Checkpoint` in this process finds what to begin with."""
+def get_resume_wait_s() -> float | None:
+    """Return how long `moshpit run --resume-wait` lets this process wait, if it says so."""
+    return _Ambient.resume_wait_s
+
+
+def set_resume(directory: Path | None, wait_s: float | None = None) -> None:
+    """Set where a `moshpit.Checkpoint` in this process finds what to begin with, and how long it
+    waits for the others."""
     _Ambient.resume = directory
+    _Ambient.resume_wait_s = wait_s
 
 
 def resolve(said: JoinSettings) -> JoinSettings:

@@ -20,7 +20,7 @@ import torch
 
 from moshpit.errors import ConfigError, LocalError, StateError
 from moshpit.protocol.reunion import Chosen
-from moshpit.runtime.ambient import get_resume
+from moshpit.runtime.ambient import get_resume, get_resume_wait_s
 from moshpit.runtime.states import StateSync
 from moshpit.training.resuming import RESUME_WAIT_S, agree, others_hold, wait_for_others
 from moshpit.training.shelf import Saved, prune, read, saved_in, sweep, write
@@ -49,7 +49,8 @@ class Checkpoint:
         resume: begin with the newest good checkpoint, of this directory (True) or of another
             one. Without it: where ``moshpit run --resume DIR`` says, if it does.
         resume_wait_s: how long to wait, when resuming, for the peers that trained when the newest
-            checkpoint was saved. All who resume start from the newest epoch that all hold.
+            checkpoint was saved. All who resume start from the newest epoch that all hold. Without
+            it: as ``moshpit run --resume-wait`` says, or 20.
         generators: whether the states of torch's, Python's and numpy's global random generators
             are saved; they are restored where a peer finds a checkpoint of its own.
 
@@ -89,11 +90,15 @@ class Checkpoint:
         every: int = 1,
         keep: int = 3,
         resume: bool | str | Path | None = None,
-        resume_wait_s: float = RESUME_WAIT_S,
+        resume_wait_s: float | None = None,
         generators: bool = True,
     ) -> None:
         if every < 1 or keep < 1:
             raise ConfigError(f"every={every!r}, keep={keep!r}: give numbers of epochs, 1 or more")
+        if resume_wait_s is None:
+            resume_wait_s = get_resume_wait_s()
+        if resume_wait_s is None:
+            resume_wait_s = RESUME_WAIT_S
         if not 0 <= resume_wait_s < float("inf"):
             raise ConfigError(f"resume_wait_s={resume_wait_s!r}: give seconds, 0 or more")
         self.directory = Path(directory)

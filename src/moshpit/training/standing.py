@@ -46,6 +46,7 @@ TRIES_MAX: Final = 8  # guess: for swarms whose epochs are hardly longer than a 
 PAUSE_S: Final = 0.5  # guess: times the number of tries, so all in all a quarter of a minute
 SIZE_FACTOR: Final = 8  # guess: parameters, two moments, gradient sums, outer momentum, feedback
 SIZE_SLACK: Final = 16 << 20
+ALONE_S: Final = 3600.0  # guess: long enough for a person to start a peer from a checkpoint
 LOOK_S: Final = 0.1  # guess: how soon a wait for the others sees that the process is to end
 
 
@@ -205,9 +206,17 @@ class Standing:
                 self._step_back(sync)
             fetched = self._fetch(sync, leave_if_asked, listener)
             if fetched is None:
-                if not self._strategy.same_parameters or sync.newest(self._numel())[0] < 0:
+                if not self._strategy.same_parameters:
                     break
-                self._pause(self._tries * PAUSE_S, leave_if_asked, listener)
+                self._step_back(sync)  # so that others who need a state do not ask here
+                if sync.newest(self._numel())[0] >= 0:
+                    self._pause(self._tries * PAUSE_S, leave_if_asked)
+                elif self._wait_alone(sync, leave_if_asked):
+                    self._tries = 0
+                else:
+                    break
+                self._schema = b""  # who comes from a checkpoint averages under another one
+                listener = self._listen(sync)
                 continue
             if listener is not None:
                 listener.settle(leave_if_asked)
@@ -276,17 +285,41 @@ class Standing:
             log.warning("the swarm's state could not be had: %s", fetching.reason)
         return fetching.state
 
-    def _pause(
-        self, seconds: float, leave_if_asked: Callable[[], None], listener: Listener | None
-    ) -> None:
+    def _wait_alone(self, sync: StateSync, leave_if_asked: Callable[[], None]) -> bool:
+        """All who had the swarm's state are gone. Who has a state of this run goes on with that,
+        now the newest there is; who has none waits for somebody who does: return whether one has
+        come."""
+        newest = self._swarm.epoch
+        if self.next_epoch > 0:
+            log.warning(
+                "nobody else is left who has epoch %d: going on from this peer's own state, of "
+                "epoch %d",
+                newest,
+                self.next_epoch,
+            )
+            self.next_epoch, self.drift = newest, ""
+            return False
+        log.warning(
+            "all who had the state of epoch %d are gone: waiting for somebody who has it, up to "
+            "%g s; `moshpit run --resume DIR` starts a peer from a checkpoint",
+            newest,
+            ALONE_S,
+        )
+        end = self._swarm.clock() + ALONE_S
+        while self._swarm.clock() < end:
+            leave_if_asked()
+            if sync.newest(self._numel())[0] >= 0:
+                return True
+            sync.pause(LOOK_S)
+        return False
+
+    def _pause(self, seconds: float, leave_if_asked: Callable[[], None]) -> None:
         """All who could give a state have no time, or are catching up themselves: let them."""
         sync = self._sync
         assert sync is not None, "who is behind can catch up"
         end = self._swarm.clock() + seconds
         while self._swarm.clock() < end:
             leave_if_asked()
-            if listener is not None:
-                listener.look()
             sync.pause(LISTEN_S)
 
     def _restore(self, fetched: FetchedState) -> bool:
