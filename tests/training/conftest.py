@@ -114,7 +114,8 @@ class MemoryPeer:
     def attach(
         self, schema: bytes, numel: int, samples_per_epoch: float, *, epoch: int = 0
     ) -> None:
-        assert not self.reports, "what is averaged does not change in training"
+        changed = self.attached is None or self.attached[:2] != (schema, numel)
+        assert not (changed and self.reports), "what is averaged does not change in training"
         self.swarm.epoch = max(self.swarm.epoch, epoch)
         self.attached = (schema, numel, samples_per_epoch)
 

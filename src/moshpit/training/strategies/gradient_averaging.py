@@ -19,7 +19,7 @@ from moshpit.training.strategies.merging import HEAD, ParameterMerge
 from moshpit.training.tensors import Named, fingerprint, first_nonfinite
 
 FINGERPRINT_TOLERANCE = 1e-3  # guess: of values of order 1; kinds of hardware differ by rounding
-_MERGE = slice(2, 2 + HEAD)  # of the vector
+_PRINT, _MERGE = slice(0, 2), slice(2, 2 + HEAD)  # of the vector
 _NORM_PIECE = 1 << 20  # numbers made float64 at a time
 
 log = logging.getLogger("moshpit.training")
@@ -32,9 +32,14 @@ def starting_schema(schema: bytes, parameters: Sequence[Named]) -> bytes:
     return hashlib.blake2b(schema + text, digest_size=8).digest()
 
 
+def same_fingerprint(mean: torch.Tensor, mine: torch.Tensor) -> bool:
+    """Return whether the peers' fingerprints are this one's."""
+    return torch.allclose(mean, mine, rtol=0, atol=FINGERPRINT_TOLERANCE)
+
+
 def check_fingerprint(mean: torch.Tensor, mine: torch.Tensor) -> None:
     """Raise `DriftError` if the peers' fingerprints differ from this one's."""
-    if not torch.allclose(mean, mine, rtol=0, atol=FINGERPRINT_TOLERANCE):
+    if not same_fingerprint(mean, mine):
         raise DriftError(
             "the peers hold different parameters, so their gradients do not belong together: "
             "some have made steps without the others. Start them again from one checkpoint or "
@@ -62,8 +67,8 @@ class GradientAveraging(Strategy):
 
     The parameters that a peer begins with (when its optimizer is wrapped: load a checkpoint
     before) are part of its schema, so peers that begin with others never meet (`LayoutError`). A
-    fingerprint of the parameters travels with the gradients; if the peers' differ, the averaging
-    raises `DriftError` and no step is made.
+    fingerprint of the parameters travels with the gradients; if the peers' differ, nobody makes a
+    step, and the next averaging is of parameters. (With ``powersgd_rank`` it raises `DriftError`.)
 
     Where an averaging brings nothing, the accumulated local gradient is applied. Then, or when
     it missed an epoch or joins late, this peer's parameters are not the others' any more, and
@@ -234,11 +239,24 @@ class GradientAveraging(Strategy):
     def accepts(self, mean: torch.Tensor, report: EpochReport) -> bool:
         """A mean of P that is not whole is no ground for a Q; one of parameters and gradients is
         none for anything."""
-        if self.merges and not self._merge.judge(mean[_MERGE]):
-            log.warning("parameters and gradients were mixed: all give parameters the next time")
+        if self.merges and not self._belong_together(mean):
             return False
         missing = report.stale or any(r.missing for r in report.rounds if len(r.peers) > 1)
         return self._low_rank is None or self._low_rank.halfway or not missing
+
+    def _belong_together(self, mean: torch.Tensor) -> bool:
+        """Look whether all have given the same thing, at the same parameters."""
+        if not self._merge.judge(mean[_MERGE]):
+            log.warning("parameters and gradients were mixed: all give parameters the next time")
+            return False
+        if self._merge.under_way or same_fingerprint(mean[_PRINT], self._fingerprint):
+            return True
+        log.warning(
+            "the peers hold different parameters, so their gradients do not belong together: all "
+            "give parameters the next time"
+        )
+        self._merge.part()
+        return False
 
     @property
     def halfway(self) -> bool:
@@ -248,7 +266,7 @@ class GradientAveraging(Strategy):
 
     @property
     def settled(self) -> bool:
-        return not self.halfway
+        return not (self.halfway or self._merge.under_way)
 
     def adopt(self, snapshot: Snapshot, mean: torch.Tensor) -> None:
         if self._merge.under_way:
