@@ -16,6 +16,7 @@ from moshpit.events import EpochReport
 from moshpit.training.strategies.base import Closure, Layouts, Snapshot, Strategy
 from moshpit.training.strategies.low_rank import LowRank
 from moshpit.training.strategies.merging import HEAD, ParameterMerge
+from moshpit.training.strategies.wandering import Wandering
 from moshpit.training.tensors import Named, fingerprint, first_nonfinite
 
 FINGERPRINT_TOLERANCE = 1e-3  # guess: of values of order 1; kinds of hardware differ by rounding
@@ -91,6 +92,12 @@ class GradientAveraging(Strategy):
             Each step then takes two averagings, so that the epoch number rises by two. Not with
             codecs that need feedback of their own.
 
+        local_lr: between two averagings, also make plain SGD steps of this rate, and undo them
+            before the swarm's step. Its gradient is then the averaged difference of parameters,
+            divided by this rate and the number of steps: a pseudo-gradient, taken along each
+            peer's own way (Reddi et al. 2021, arXiv 2003.00295). For optimizers such as LAMB, whose
+            statistics then see what the whole swarm has found.
+
     Raises:
         ConfigError: settings that make no sense.
 
@@ -109,6 +116,7 @@ class GradientAveraging(Strategy):
         max_grad_norm: float | None = None,
         codec: str = "float32",
         powersgd_rank: int | None = None,
+        local_lr: float | None = None,
     ) -> None:
         super().__init__(target_batch_size, overlap=False, codec=codec)
         if powersgd_rank is not None and powersgd_rank < 1:
@@ -122,6 +130,10 @@ class GradientAveraging(Strategy):
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm: {max_grad_norm!r}; give a positive number or None")
         self.max_grad_norm = max_grad_norm
+        self._wandering: Wandering | None = None
+        if local_lr is not None:
+            self._wandering = Wandering(local_lr)
+            self.name = "GradientAveraging with local steps"
         self.skipped_steps = 0
         """Steps that all peers have skipped because the mean gradient was not finite."""
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
@@ -183,6 +195,8 @@ class GradientAveraging(Strategy):
             if named.tensor.grad is not None:
                 self._sum_of(named.tensor).add_(named.tensor.grad, alpha=samples)
         self.samples += samples
+        if self._wandering is not None:
+            self._wandering.step(parameters)
         self._clear_gradients()
 
     def skip_batch(self) -> None:
@@ -194,6 +208,8 @@ class GradientAveraging(Strategy):
             named.tensor.grad = None
 
     def snapshot(self) -> Snapshot:
+        if self._wandering is not None:
+            self._wandering.back(self.parameters())
         self._fingerprint.copy_(fingerprint(self.parameters()))
         sums = [Named(p.name, self._sum_of(p.tensor)) for p in self.parameters()]
         if self._merge.under_way:
@@ -371,10 +387,14 @@ class GradientAveraging(Strategy):
     def state_dict(self) -> dict[str, Any]:
         sums = {p.name: self._sum_of(p.tensor).clone() for p in self.parameters()}
         low_rank = None if self._low_rank is None else self._low_rank.state_dict()
-        return {**super().state_dict(), "gradient_sums": sums, "low_rank": low_rank}
+        away = [] if self._wandering is None else self._wandering.state_dict()
+        own = {"gradient_sums": sums, "low_rank": low_rank, "wandering": away}
+        return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
+        if self._wandering is not None:
+            self._wandering.load_state_dict(state["wandering"])
         for named in self.parameters():
             self._sum_of(named.tensor).copy_(state["gradient_sums"][named.name])
         low_rank, saved = self._factors(), state.get("low_rank")
@@ -383,6 +403,8 @@ class GradientAveraging(Strategy):
 
     def taken_over(self) -> None:
         super().taken_over()
+        if self._wandering is not None:
+            self._wandering.back(self.parameters())
         if self._low_rank is not None:
             self._low_rank.taken_over()
         self._merge.end()

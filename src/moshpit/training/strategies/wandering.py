@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import final
 
 import torch
 
+from moshpit.errors import ConfigError
 from moshpit.training.tensors import Named
 
 
@@ -16,9 +18,14 @@ class Wandering:
 
     Args:
         rate: their learning rate.
+
+    Raises:
+        ConfigError: a rate that makes no sense.
     """
 
     def __init__(self, rate: float) -> None:
+        if not 0 < rate < math.inf:
+            raise ConfigError(f"local_lr: {rate!r}; give a positive number or None")
         self._rate = rate
         self._start: list[torch.Tensor] = []
 
