@@ -101,7 +101,7 @@ def healed_at(record: Record) -> float | None:
             together.pop(peer, None)
         elif peer not in together:
             together[peer] = at
-    return max(together.values()) if len(together) == len(lives) else None
+    return max(together.values()) if lives and len(together) == len(lives) else None
 
 
 def never_still(record: Record) -> list[str]:

@@ -415,13 +415,29 @@ def test_a_clip_that_makes_no_sense_is_refused():
         GradientAveraging(8, max_grad_norm=0.0)
 
 
-def test_gradients_at_different_parameters_are_not_mixed(memory_swarm, together):
-    swarm = memory_swarm(2)
-    trainers = [Trainer(p, GradientAveraging(1e9), seed=i) for i, p in enumerate(swarm.peers)]
+def peers_with_different_parameters(swarm, make):
+    trainers = [Trainer(p, make(), seed=i) for i, p in enumerate(swarm.peers)]
     for t in trainers:
         t.step()
     with torch.no_grad():
         next(iter(trainers[1].model.parameters())).add_(0.1)
+    return trainers
+
+
+def test_gradients_at_different_parameters_are_not_mixed(memory_swarm, together, caplog):
+    trainers = peers_with_different_parameters(memory_swarm(2), lambda: GradientAveraging(1e9))
+    before = [[p.detach().clone() for p in t.model.parameters()] for t in trainers]
+    together(*[t.opt.finish for t in trainers])
+    assert "the peers hold different parameters" in caplog.text
+    for trainer in trainers:
+        for mine, one, other in zip(trainer.model.parameters(), *before, strict=True):
+            torch.testing.assert_close(mine.detach(), (one + other) / 2)
+    assert torch.equal(trainers[0].bytes(), trainers[1].bytes())
+
+
+def test_factors_at_different_parameters_are_not_mixed(memory_swarm, together):
+    make = partial(GradientAveraging, 1e9, powersgd_rank=1)
+    trainers = peers_with_different_parameters(memory_swarm(2), make)
     before = [t.bytes() for t in trainers]
 
     def finish(trainer):

@@ -138,6 +138,7 @@ class GradientAveraging(Strategy):
         """Steps that all peers have skipped because the mean gradient was not finite."""
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self._fingerprint = torch.zeros(2)
+        self._gave = 0.0
         self._low_rank: LowRank | None = None
         self._merge = ParameterMerge()
         self._flat_layouts = Layouts()
@@ -230,6 +231,7 @@ class GradientAveraging(Strategy):
             taken = self._of_factors(low_rank, bad)
         else:
             taken = self._as_differences(self._collect(sums))
+            self._gave = taken.weight
         for named in sums:
             named.tensor.zero_()
         return taken
@@ -271,7 +273,7 @@ class GradientAveraging(Strategy):
             "the peers hold different parameters, so their gradients do not belong together: all "
             "give parameters the next time"
         )
-        self._merge.part()
+        self._merge.part(self._gave)
         return False
 
     @property

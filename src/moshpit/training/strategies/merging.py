@@ -55,6 +55,13 @@ class ParameterMerge:
         """The next snapshot is of parameters."""
         self._stage = _PARAMETERS
 
+    def part(self, weight: float) -> None:
+        """The latest mean, to which this peer gave with so much weight, was of gradients at
+        different parameters: nobody uses it."""
+        self.begin()
+        self.weight = weight
+        self.mixed = True
+
     def end(self) -> None:
         """The next snapshot is of gradients."""
         self._stage = _GRADIENTS
