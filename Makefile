@@ -3,7 +3,7 @@
 #   make demo    train on four local processes, kill one halfway (out/demo.png, .json)
 #   make test    all tests (under ten minutes on two cores)
 #   make check   what CI runs: format, lint, types, house rules, tests
-#   make soak    long runs: soak tests, properties on random examples, three hundred seeds
+#   make soak    long runs: soak tests, properties on random examples, hundreds of seeds
 #   make chaos   real processes, a bad network, kills: what a seed says (Linux, root); SEED=1
 #   make experiments  a small version of every experiment, as one page: out/experiments/report.html
 #   make format  let ruff rewrite what `make check` would complain about
@@ -63,9 +63,11 @@ check: $(VENV)/.stamp-dev
 soak: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest -m "soak or hypothesis" --timeout 3600 $(ARGS)
 	for scenario in $$($(BIN)/moshpit sim); do \
-		case $$scenario in thousand) seeds=0..2 ;; *) seeds=0..299 ;; esac; \
+		case $$scenario in \
+			thousand) seeds=0..2 ;; storm) seeds=0..999 ;; *) seeds=0..299 ;; \
+		esac; \
 		echo "$$scenario, seeds $$seeds"; \
-		$(BIN)/moshpit sim "$$scenario" --seeds "$$seeds" || exit 1; \
+		$(BIN)/moshpit sim "$$scenario" --seeds "$$seeds" --jobs 2 || exit 1; \
 	done
 
 chaos: $(VENV)/.stamp-dev

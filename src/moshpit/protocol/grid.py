@@ -293,6 +293,11 @@ def order(peers: Sequence[PeerId], epoch: int) -> list[PeerId]:
     >>> order([PeerId(bytes([1, 2])), PeerId(bytes([2, 1]))], 1)
     [b'\\x02\\x01', b'\\x01\\x02']
     """
+    return list(_ordered(tuple(peers), epoch))
+
+
+@lru_cache(maxsize=8)  # a peer seeks its group and hosts another; simulated peers see the same
+def _ordered(peers: tuple[PeerId, ...], epoch: int) -> list[PeerId]:
     if not peers:
         return []
     start = epoch * 5 % len(peers[0])  # 5 is prime to 32: all starts occur, neighbours far apart

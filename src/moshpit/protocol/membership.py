@@ -242,7 +242,8 @@ class Membership:
         draws = (live[randrange(len(live))] for _ in range(4 * count))
         chosen: list[PeerId] = []
         # Where nearly all are clients, luck alone finds nobody.
-        for peer in chain(draws, live[first:], live[:first]):
+        rest = (live[(first + step) % len(live)] for step in range(len(live)))
+        for peer in chain(draws, rest):
             if len(chosen) == count:
                 break
             if peer not in (self._me, but, *chosen) and self._can_reach(peer):
