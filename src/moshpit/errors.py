@@ -40,6 +40,17 @@ class ConfigError(LocalError):
     """An argument or setting that makes no sense, with the values that would."""
 
 
+class KeyInUseError(LocalError):
+    """Another process uses this peer's key; two of one name would harm each other's averages."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "another process uses this peer's key, so this one is refused: end that process, or "
+            "give this one a key of its own: `moshpit run --identity new`, or "
+            'moshpit.join(identity="new"); another file for each process does as well'
+        )
+
+
 class ClosedError(LocalError):
     """The swarm was closed; nothing can be asked of it any more."""
 

@@ -44,8 +44,87 @@ def crowding() -> float:
     return max(1.0, (time.perf_counter() - wall) / 0.1)
 
 
-class RealPeer:
-    """One process, and what it has said."""
+class Child:
+    """A process that says what happens in JSON lines, and takes commands in JSON lines.
+
+    Attributes:
+        latest: the last event of each kind.
+    """
+
+    def __init__(self, command: list[str], errors: Path | None = None) -> None:
+        """``errors``: the file for what it says on standard error; None: this process's own."""
+        self._errors = errors
+        with contextlib.ExitStack() as stack:
+            stderr = None if errors is None else stack.enter_context(errors.open("w"))
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        self.latest: dict[str, Event] = {}
+        self._events: queue.Queue[Event | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            event = json.loads(line)
+            self.latest[event["event"]] = event
+            self._events.put(event)
+        self._events.put(None)
+
+    def send(self, **fields: object) -> None:
+        """Give it a command."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(fields) + "\n")
+        self.process.stdin.flush()
+
+    def expect(self, kind: str, timeout_s: float = PATIENCE_S, **at_least: int) -> Event:
+        """Wait for an event of a kind, with numbers that are large enough; skip all others."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            event = self._events.get(timeout=max(0.01, deadline - time.monotonic()))
+            assert event is not None, f"it ended while {kind!r} was awaited:\n{self.errors}"
+            if event["event"] == kind and all(event.get(k, 0) >= n for k, n in at_least.items()):
+                return event
+            assert event["event"] != "error", event
+
+    @property
+    def errors(self) -> str:
+        """What it has said on standard error so far."""
+        return "" if self._errors is None else self._errors.read_text()
+
+    def said(self, text: str) -> None:
+        """Wait until it has said something on standard error."""
+        deadline = time.monotonic() + PATIENCE_S
+        while text not in self.errors:
+            assert time.monotonic() < deadline, self.errors
+            time.sleep(0.01)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def ended(self, timeout_s: float = PATIENCE_S) -> int:
+        """Wait until it ends by itself; return its exit code."""
+        return self.process.wait(timeout_s)
+
+    def stop(self) -> None:
+        """Leave nothing of it behind."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):  # what was written to a dead peer is not missed
+                stream.close()
+
+
+class RealPeer(Child):
+    """One process of `peer.py`."""
 
     def __init__(
         self, ticket: str, number: int, numel: int, *args: str, at: Machine | None = None
@@ -53,24 +132,9 @@ class RealPeer:
         self.number = number
         command = [sys.executable, str(PEER), "--ticket", ticket, "--number", str(number)]
         command += ["--numel", str(numel), *args]
-        self.process = subprocess.Popen(
-            command if at is None else at.inside(*command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        self._events: queue.Queue[Event | None] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        super().__init__(command if at is None else at.inside(*command))
         self.name = ""
         self.addresses: list[str] = []
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._events.put(json.loads(line))
-        self._events.put(None)
 
     def joined(self, timeout_s: float = PATIENCE_S) -> None:
         event = self.expect("joined", timeout_s)
@@ -78,36 +142,18 @@ class RealPeer:
         self.addresses = event["addresses"]
 
     def tell(self, do: str, **fields: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
-        self.process.stdin.flush()
-
-    def expect(self, kind: str, timeout_s: float = PATIENCE_S) -> Event:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            event = self._events.get(timeout=max(0.01, deadline - time.monotonic()))
-            assert event is not None, f"peer {self.number} ended while {kind!r} was awaited"
-            if event["event"] == kind:
-                return event
-            assert event["event"] != "error", f"peer {self.number}: {event}"
-
-    def signal(self, number: signal.Signals) -> None:
-        os.kill(self.process.pid, number)
+        self.send(do=do, **fields)
 
     def end(self) -> int:
         """Ask it to leave; kill it if it does not."""
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # what was written to a dead peer is not missed
+        with contextlib.suppress(OSError):
             self.process.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-        code = self.process.wait()
-        self._reader.join()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return code
+        self.stop()
+        assert self.process.returncode is not None
+        return self.process.returncode
 
 
 class RealSwarm:

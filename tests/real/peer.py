@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 import moshpit
-from moshpit.config import ReachConfig, TransportConfig, preset
+from moshpit.config import ReachConfig, SwarmConfig, TransportConfig, preset
+from moshpit.errors import KeyInUseError
 from moshpit.events import RoundReport
 from moshpit.tensors.layout import ChunkPlan
 from moshpit.types import short
@@ -100,6 +101,8 @@ def average(swarm: moshpit.Swarm, command: dict[str, Any], number: int, numel: i
     began = time.monotonic()
     try:
         (result,), report = swarm.average([mine], weight=weight)
+    except KeyInUseError:
+        raise  # the end of this peer
     except moshpit.MoshpitError as error:
         say("error", kind=type(error).__name__, text=str(error))
         return
@@ -154,6 +157,7 @@ def main() -> None:
     parser.add_argument("--notices", action="store_true", help="say what it is told")
     parser.add_argument("--reach-s", type=float, help="how soon it looks whether it can be dialled")
     parser.add_argument("--advertise")
+    parser.add_argument("--identity", default="new")
     parser.add_argument("--upnp", action="store_true")
     parser.add_argument("--log", action="store_true")
     args = parser.parse_args()
@@ -163,6 +167,13 @@ def main() -> None:
     config = preset(args.preset)
     if args.reach_s is not None:
         config = replace(config, reach=quick_reach(args.reach_s))
+    try:
+        take_part(args, config)
+    except KeyInUseError as error:
+        say("failed", kind=type(error).__name__, text=str(error))
+
+
+def take_part(args: argparse.Namespace, config: SwarmConfig) -> None:
     swarm = moshpit.join(
         args.ticket,
         role=args.role,
@@ -172,7 +183,7 @@ def main() -> None:
         group_size=args.group_size,
         schedule=args.schedule,
         config=config,
-        identity="new",
+        identity=args.identity,
         upnp=args.upnp,
     )
     if args.notices:

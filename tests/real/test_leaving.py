@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import queue
+import hashlib
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,13 +18,13 @@ from moshpit.identity.tickets import RunKey
 from moshpit.training.shelf import read, saved_in
 from moshpit.types import Address
 
-from .harness import free_port
+from .harness import Child, free_port
 
 SCRIPT = Path(__file__).with_name("trainer.py")
-Event = dict[str, Any]
+JOINER = Path(__file__).with_name("joiner.py")
 
 
-class Trainer:
+class Trainer(Child):
     """A process of `moshpit run trainer.py`."""
 
     def __init__(self, folder: Path, number: int, ticket: str, listen: str, *args: str) -> None:
@@ -36,65 +33,15 @@ class Trainer:
         run += ["--identity", str(folder / f"key{number}")]
         grace = args[args.index("--grace") :][:2] if "--grace" in args else ()
         script = [a for a in args if a not in grace]
-        self._errors = folder / f"stderr{number}"
         self.name = ""
-        with self._errors.open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "moshpit", *run, *grace, str(SCRIPT)]
-                + ["--checkpoints", str(self.checkpoints), "--seed", str(number), *script],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        self._events: queue.Queue[Event | None] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._events.put(json.loads(line))
-        self._events.put(None)
+        super().__init__(
+            [sys.executable, "-m", "moshpit", *run, *grace, str(SCRIPT)]
+            + ["--checkpoints", str(self.checkpoints), "--seed", str(number), *script],
+            folder / f"stderr{number}",
+        )
 
     def tell(self, do: str, **fields: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
-        self.process.stdin.flush()
-
-    def expect(self, kind: str, timeout_s: float = 90.0) -> Event:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            event = self._events.get(timeout=max(0.01, deadline - time.monotonic()))
-            assert event is not None, f"it ended while {kind!r} was awaited:\n{self.errors}"
-            if event["event"] == kind:
-                return event
-
-    def ended(self, timeout_s: float = 60.0) -> int:
-        return self.process.wait(timeout_s)
-
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    @property
-    def errors(self) -> str:
-        return self._errors.read_text()
-
-    def said(self, text: str) -> None:
-        """Wait until it has said something on standard error."""
-        deadline = time.monotonic() + 60.0
-        while text not in self.errors:
-            assert time.monotonic() < deadline, self.errors
-            time.sleep(0.01)
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._reader.join()
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            with contextlib.suppress(OSError):
-                stream.close()
+        self.send(do=do, **fields)
 
 
 @contextlib.contextmanager
@@ -117,6 +64,12 @@ def trainers(n: int, folder: Path, *args: str) -> Iterator[list[Trainer]]:
     finally:
         for trainer in started:
             trainer.stop()
+
+
+def digest(tensors: Mapping[str, torch.Tensor], prefix: str) -> str:
+    """As the trainer's, of a saved state."""
+    weights = torch.cat([tensors[prefix + name].reshape(-1) for name in ("weight", "bias")])
+    return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
 
 
 def saved_weights(trainer: Trainer) -> tuple[int, torch.Tensor]:
@@ -192,6 +145,68 @@ def test_two_leave_wherever_they_are(tmp_path: Path) -> None:
         one.expect("leaving")
         one.expect("finally")
         assert one.ended() == 0, one.errors
+
+
+def test_a_step_that_does_not_come_around(tmp_path: Path) -> None:
+    with trainers(2, tmp_path, "--grace", "5s") as (one, two):
+        for trainer in (one, two):
+            trainer.tell("step")
+            trainer.expect("stepped")
+        # One waits: it is interrupted, and what it had after its last step is saved.
+        one.tell("sleep")
+        had = one.expect("sleeping")["digest"]
+        one.signal(signal.SIGTERM)
+        assert one.expect("leaving")["digest"] == had
+        one.expect("finally")
+        assert one.ended() == 0, one.errors
+        assert "saved what the loop had" in one.errors
+        newest, *_ = saved_in(one.checkpoints)
+        assert digest(read(newest.path).tensors, "model.") == had
+
+        # One hears no signal: when the grace is over, it is ended.
+        two.tell("hang")
+        two.expect("hanging")
+        began = time.monotonic()
+        two.signal(signal.SIGTERM)
+        assert two.ended() == 128 + signal.SIGTERM, two.errors
+        assert time.monotonic() - began >= 5.0
+        assert "not done 5 s after SIGTERM, ending now" in two.errors
+
+
+@pytest.mark.soak
+def test_a_donor_leaves_in_the_middle(tmp_path: Path) -> None:
+    port = free_port()
+    ticket = RunKey.generate().invite().ticket((Address("127.0.0.1", port),)).encode()
+
+    def start(number: int, *args: str) -> Child:
+        listen = f"127.0.0.1:{port if number == 0 else 0}"
+        run = [sys.executable, "-m", "moshpit", "run", "--grace", "30s", str(JOINER)]
+        script = ["--ticket", ticket, "--listen", listen, "--strategy", "gradients"]
+        script += ["--width", "2000", "--samples", "1000", "--seed", str(number), *args]
+        child = Child([*run, *script], tmp_path / f"stderr{number}")
+        started.append(child)
+        return child
+
+    started: list[Child] = []
+    try:
+        donors = [start(number, "--peers", "2", "--seed", "0") for number in range(2)]
+        for donor in donors:
+            donor.expect("epoch", epoch=1)
+        late = start(2)
+        late.expect("arriving")
+        donors[0].signal(signal.SIGTERM)
+        assert donors[0].ended() == 0, donors[0].errors
+        assert "caught up" not in donors[0].errors
+        late.expect("epoch", epoch=1, caught_up=1)
+        last = late.latest["epoch"]["epoch"] + 2
+        for peer in (donors[1], late):
+            peer.send(until=last)
+        ends = [peer.expect("finished") for peer in (donors[1], late)]
+        assert len({end["digest"] for end in ends}) == 1
+        assert all(len(end["contributors"]) == 2 for end in ends)
+    finally:
+        for child in started:
+            child.stop()
 
 
 FORKS = """

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from moshpit.identity.tickets import RunKey
 from moshpit.types import Address
 
@@ -124,6 +126,7 @@ router.addportmapping(int(sys.argv[1]), "TCP", router.lanaddr, 9, "a game", "", 
 """
 
 
+@pytest.mark.soak
 @needs_gateway
 @needs_namespaces
 def test_routers_are_asked_for_ports(tmp_path: Path) -> None:

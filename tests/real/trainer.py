@@ -6,6 +6,7 @@ Reads JSON lines from standard input, writes JSON lines to standard output.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import json
 import sys
@@ -105,6 +106,15 @@ def main() -> None:
                         trainer.one_epoch()
                     case "count":
                         say("count", peers=len(swarm.peers()))
+                    case "sleep":  # as a step that waits for something, and does not come around
+                        say("sleeping", digest=trainer.digest())
+                        time.sleep(600)
+                    case "hang":  # as a step in which no signal is looked at
+                        say("hanging")
+                        lock = ctypes.CDLL(None).pthread_mutex_lock
+                        mutex = ctypes.create_string_buffer(256)
+                        for _ in range(2):  # whoever holds it waits for itself
+                            lock(mutex)
                     case "train":
                         say("training")
                         while True:

@@ -7,6 +7,7 @@ import logging
 import runpy
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -19,10 +20,13 @@ from moshpit.cli.parse import duration_s
 from moshpit.errors import ConfigError, MoshpitError
 from moshpit.identity.tickets import Ticket
 from moshpit.runtime.ambient import JoinSettings, set_ambient, set_resume
-from moshpit.runtime.leaving import on_signals
+from moshpit.runtime.leaving import Leaving, last_words, on_signals
 from moshpit.types import Address, Role
 
 Preset = Literal["local", "lan", "internet"]
+
+LOOK_S = 1.0
+"""How often an aux peer looks whether it has failed; signals interrupt it at once."""
 
 _log = logging.getLogger("moshpit")
 
@@ -166,7 +170,8 @@ def serve() -> None:
     with moshpit.join() as swarm, contextlib.suppress(SystemExit, KeyboardInterrupt):
         _log.info("%r averages for others until SIGTERM", swarm)
         while True:
-            signal.pause()
+            time.sleep(LOOK_S)
+            swarm.ensure()
 
 
 def run_script(path: Path, args: list[str]) -> None:
@@ -187,6 +192,9 @@ def run_script(path: Path, args: list[str]) -> None:
             raise
         output.report_error(f"{error}{_place(path, error)}")
         raise SystemExit(output.USAGE_ERROR) from None
+    except Leaving as error:
+        last_words(error)
+        raise
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
     except Exception as error:

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from moshpit.config import SwarmConfig
-from moshpit.errors import ClosedError, LocalError, MoshpitError, RemoteError
+from moshpit.errors import ClosedError, KeyInUseError, LocalError
 from moshpit.events import EpochReport, Notice
 from moshpit.protocol.machine import (
     AveragingDue,
@@ -44,6 +44,8 @@ from moshpit.protocol.machine import (
 from moshpit.protocol.node import Node
 from moshpit.runtime.bandwidth import LinkWatch
 from moshpit.runtime.company import NUMEL_BYTES, SwarmStats, live_records
+from moshpit.runtime.contacts import Contacts
+from moshpit.runtime.doubles import Doubles
 from moshpit.runtime.helpdesk import HelpDesk
 from moshpit.runtime.jobs import Averaging
 from moshpit.runtime.parcels import ParcelDesk
@@ -54,18 +56,13 @@ from moshpit.runtime.statesync import StateDesk
 from moshpit.runtime.waiting import REAL_TIME, Waiting
 from moshpit.tensors.layout import ChunkPlan
 from moshpit.transport.base import Transport
+from moshpit.transport.notices import KEY_IN_USE
 from moshpit.types import Address, PeerId, Role
 from moshpit.wire.framing import ChunkHeader, ChunkKind
 from moshpit.wire.help import HELP_MESSAGES
 from moshpit.wire.messages import Admission, AnyMessage, PeerRecord
 from moshpit.wire.parcels import PARCEL_MESSAGES
 from moshpit.wire.transfer import STATE_MESSAGES
-
-CONTACT_RETRY_S = 3.0  # guess: how often the ticket's addresses are tried while alone
-CONTACT_RETRY_FIRST_S = 0.2  # guess: the first pause; the others often start at the same time
-REFUSED_FOR_GOOD = frozenset(
-    {"other-version", "other-run", "not-admitted", "expired", "duplicate-key", "plaintext-mismatch"}
-)
 
 
 @dataclass(slots=True)
@@ -138,15 +135,17 @@ class Driver:
         self._timer_at = 0.0
         self._busy = True  # until there is a node, events wait
         self._pending: deque[Event] = deque()
-        self._contacts: Sequence[Address] = ()
-        self._failed_contacts: dict[Address, None] = {}
-        self._contact_task: asyncio.Task[None] | None = None
+        self._contacts: Contacts | None = None
         self._waiters: list[tuple[Callable[[View], bool], asyncio.Future[None]]] = []
         self._generation = -1
         self._idle = asyncio.Event()
         self._idle.set()
         self._leaving = False
         self._closed = False
+        self.failure: LocalError | None = None
+        """What has ended this peer for good."""
+        self._doubles = Doubles()
+        self._ending: asyncio.Task[None] | None = None
 
     # --- life -----------------------------------------------------------------------------
 
@@ -165,40 +164,13 @@ class Driver:
         self.node = Node(self._signer, record, self._config, self._rng, self._loop.time())
         self.states.epoch = lambda: self.node.epoch
         self._started = True
-        self._contacts = [c for c in contacts if c not in known]
         self._run([])
-        for error in await self._dial_contacts():
-            if isinstance(error, RemoteError) and error.reason in REFUSED_FOR_GOOD:
-                raise error
-        self._contact_task = self._loop.create_task(self._keep_contact())
+        others = [c for c in contacts if c not in known]
+        self._contacts = Contacts(self._transport, self._tell, others)
+        await self._contacts.begin(lambda: len(self.node.view.live) == 1, self._doubled)
         if reach is not None:
             self._reach, self._desk.answered = reach, reach.answered
             reach.begin(self.node, self._run, self._tell, self._rng)
-
-    async def _dial_contacts(self) -> list[MoshpitError]:
-        """Dial the ticket's addresses; return what went wrong if nobody took this peer in."""
-        dials = [self._transport.dial(address) for address in self._contacts]
-        results = await asyncio.gather(*dials, return_exceptions=True)
-        errors: list[MoshpitError] = []
-        for address, result in zip(self._contacts, results, strict=True):
-            if isinstance(result, MoshpitError):
-                errors.append(result)
-                if address not in self._failed_contacts:
-                    self._failed_contacts[address] = None
-                    detail = f"{result}; trying again until somebody is found"
-                    self._tell(Notice("contact-failed", None, detail))
-            elif isinstance(result, BaseException):
-                raise result
-        return errors if len(errors) == len(self._contacts) else []
-
-    async def _keep_contact(self) -> None:
-        """While nobody else is known, go on trying: the first peer may just not be up yet."""
-        pause_s = CONTACT_RETRY_FIRST_S
-        while not self._closed:
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, CONTACT_RETRY_S)
-            if len(self.node.view.live) == 1:
-                await self._dial_contacts()
 
     async def close(self) -> None:
         """Serve what groupmates still need, say goodbye, end every task. Idempotent."""
@@ -207,16 +179,15 @@ class Driver:
         self._leaving = True
         if self._reach is not None:
             await self._reach.close()
-        if self._started:
+        if self._started and self.failure is None:
             # Results that this peer has reduced may still be on their way to others.
             linger_s = self._config.round.linger_s + self._config.round.stall_s
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), linger_s)
             self.handle(Leave())
         self._closed = True
-        if self._contact_task is not None:
-            self._contact_task.cancel()
-            await asyncio.gather(self._contact_task, return_exceptions=True)
+        if self._contacts is not None:
+            await self._contacts.close()
         if self._timer is not None:
             self._timer.cancel()
         self._link.stop()
@@ -225,6 +196,14 @@ class Driver:
         self.parcels.close()
         await self._transport.close()
         self._rounds.fail(ClosedError("the swarm was closed"))
+
+    def _doubled(self) -> None:
+        """Another process is this peer now, so this one ends, and says no goodbye in its name."""
+        if self.failure is None and not self._leaving:
+            self.failure, self._closed = KeyInUseError(), True
+            self._tell(Notice("key-in-use", None, str(self.failure)))
+            self._rounds.fail(self.failure)
+            self._ending = self._loop.create_task(self._transport.close())
 
     async def until(self, wanted: Callable[[View], bool], timeout_s: float) -> bool:
         """Wait until the view is as wanted; False if it is not in time."""
@@ -289,7 +268,7 @@ class Driver:
     ) -> None:
         """Average a snapshot; ``job`` is told when it has ended."""
         if self._closed:
-            job.fail(ClosedError("the swarm is closed"))
+            job.fail(self.failure or ClosedError("the swarm is closed"))
             return
         if not self._rounds.begin(job):
             job.fail(LocalError("an averaging is under way; wait for it first"))
@@ -490,6 +469,10 @@ class Driver:
     def on_notice(self, notice: Notice) -> None:
         """See `moshpit.transport.base.Handler`."""
         self._tell(notice)
+        if notice.code == KEY_IN_USE and notice.peer is not None:
+            connected = sum(map(self._transport.connected, self.node.view.live))
+            if self._doubles.refused(notice.peer, connected, self._loop.time()):
+                self._doubled()
 
     def _tell(self, notice: Notice) -> None:
         for listener in self._listeners.notice:

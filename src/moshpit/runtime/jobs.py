@@ -183,3 +183,10 @@ class Averaging:
             self._ended.set()
             if self.filling is not None:
                 self.filling.end()
+
+
+def free_vector(last: Averaging | None, numel: int) -> torch.Tensor:
+    """Return a float32 vector: that of an averaging of before, if it fits and nobody needs it."""
+    if last is not None and last.done() and last.settled and last.current.numel() == numel:
+        return last.current
+    return torch.empty(numel, dtype=torch.float32)

@@ -3,8 +3,9 @@
 Under `moshpit run`, SIGTERM or Ctrl-C does not tear a training loop apart: it is noted, and the
 next ``optimizer.step()`` that returns to the loop finishes the averaging under way, tells the
 swarm, saves, and raises `Leaving`. Everything has a time: a loop that does not come around,
-or a round that does not end, is interrupted at a share of the grace, wherever it is; and when
-the grace is over, the process ends. A script without such a loop is interrupted at once.
+or a round that does not end, is interrupted at a share of the grace, wherever it is, and what it
+had after its last step is saved; and when the grace is over, the process ends. A script without
+such a loop is interrupted at once.
 
 Signals belong to the process, and so does this module's state: one `Departure`.
 """
@@ -17,10 +18,23 @@ import signal
 import threading
 import time
 from types import FrameType
-from typing import final
+from typing import Final, Protocol, final
+
+from moshpit.errors import MoshpitError
 
 ROUND_SHARE = 0.5  # guess: of the grace, for the averaging under way; the rest is for saving
 INTERRUPT_SHARE = 0.6  # guess: of the grace, for the loop to come around by itself
+OURS: Final = "moshpit."
+OUTSIDE: Final = (__name__, "moshpit.cli.run")
+"""Modules of ours that a loop may be interrupted in without being in the midst of a step."""
+
+
+class Saver(Protocol):
+    """Keeps what a training loop has: `moshpit.Checkpoint`."""
+
+    def save(self, timeout_s: float | None = None) -> object:
+        """Save what there is between two steps, within so many seconds."""
+        ...
 
 
 class Leaving(SystemExit):
@@ -46,6 +60,10 @@ class Departure:
         self.grace_s = grace_s
         self.looping = False
         """Whether a training loop runs, so that the next step will see what is asked."""
+        self.saver: Saver | None = None
+        """Saves what the loop has."""
+        self.interrupted = False
+        """Whether the loop did not come around by itself."""
         self._owner = os.getpid()
         self._asked_at = 0.0
         self._number = signal.SIGTERM
@@ -74,6 +92,7 @@ class Departure:
             _in_a_child(number)
         elif self._interrupt:
             self._interrupt = False
+            self.interrupted = True
             self._unwinding.set()
             raise Leaving
         elif not self.asked:
@@ -119,10 +138,35 @@ def on_signals(grace_s: float) -> None:
         signal.signal(number, _Process.departure.handle)
 
 
-def looping(running: bool) -> None:
-    """Say that a training loop runs here, or that it has ended."""
+def looping(running: bool, saver: Saver | None = None) -> None:
+    """Say that a training loop runs here, or that it has ended, and what saves its state."""
     if _Process.departure is not None:
         _Process.departure.looping = running
+        _Process.departure.saver = saver
+
+
+def last_words(error: Leaving) -> None:
+    """Save what an interrupted loop has, when everything has unwound.
+
+    Not if it was in the midst of a step, or of an averaging: a state that is half of one and half
+    of another is worth less than the last checkpoint.
+    """
+    leaving = _Process.departure
+    if leaving is None or not leaving.interrupted or leaving.saver is None:
+        return
+    trace = error.__traceback__
+    while trace is not None:
+        module = str(trace.tb_frame.f_globals.get("__name__", ""))
+        if module.startswith(OURS) and module not in OUTSIDE:
+            _say(f"interrupted in the midst of {module}: the last checkpoint stands")
+            return
+        trace = trace.tb_next
+    try:
+        saved = leaving.saver.save(leaving.left_s())
+    except MoshpitError as failure:
+        _say(f"nothing saved: {failure}")
+    else:
+        _say("saved what the loop had after its last step" if saved else "nothing saved")
 
 
 def _in_a_child(number: int) -> None:

@@ -24,7 +24,7 @@ from moshpit.runtime.company import (
     missing_peers,
 )
 from moshpit.runtime.driver import Driver, Listeners
-from moshpit.runtime.jobs import Averaging
+from moshpit.runtime.jobs import Averaging, free_vector
 from moshpit.runtime.parcels import SwarmParcels
 from moshpit.runtime.reach import Reach
 from moshpit.runtime.record import own_record
@@ -233,16 +233,7 @@ class Swarm:
 
     def _flatten(self, layout: VectorLayout, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Copy the tensors into one vector, in memory that was used before if it is free."""
-        last = self._last_flat
-        if (
-            last is not None
-            and last.done()
-            and last.settled
-            and last.current.numel() == layout.numel
-        ):
-            vector = last.current
-        else:
-            vector = torch.empty(layout.numel, dtype=torch.float32)
+        vector = free_vector(self._last_flat, layout.numel)
         layout.flatten_into(vector, tensors)
         return vector
 
@@ -346,6 +337,7 @@ class Swarm:
             rate: samples per second.
             step_s: seconds per local step.
         """
+        self.ensure()
         self._samples_due = 0 < self._target <= samples
         now = self.clock()
         at, before = self._reported
@@ -433,6 +425,7 @@ class Swarm:
         *,
         always_weighs: bool,
     ) -> None:
+        self.ensure()
         if not 0 <= weight < float("inf"):
             raise ConfigError(f"weight {weight}: must be finite and at least 0")
         if vector.shape != (self._numel,) or vector.dtype != torch.float32:
@@ -456,6 +449,11 @@ class Swarm:
     def listen(self, listener: Callable[[Notice], None]) -> None:
         """Have a function called, in the network thread, with every `Notice`."""
         self._listeners.notice.append(listener)
+
+    def ensure(self) -> None:
+        """Raise what has ended this peer for good, if something has (`KeyInUseError`)."""
+        if self._driver.failure is not None:
+            raise self._driver.failure
 
     def leave(self) -> None:
         """Tell the others not to count on this peer any more, and do not wait. Rounds under way

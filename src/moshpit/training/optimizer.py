@@ -245,7 +245,7 @@ class Optimizer(torch.optim.Optimizer):
             DriftError: the strategy needs the swarm's parameters, and this peer has others.
             Leaving: the process was asked to end, under `moshpit run`; all is in order.
         """
-        leaving.looping(True)
+        leaving.looping(True, self._checkpoint)
         self._standing.between_steps(self._note_wait)
         came = self._come_in()
         self._share()

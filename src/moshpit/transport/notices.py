@@ -9,6 +9,8 @@ from typing import Final, final
 from moshpit.events import Notice
 from moshpit.types import PeerId
 
+KEY_IN_USE: Final = "key-in-use"
+"""The code of a notice: the peer named refuses this process as the second one with its key."""
 BURST: Final = 10  # guess: notices of one code in a row
 PER_SECOND: Final = 1.0  # guess: and then
 

@@ -30,7 +30,7 @@ from moshpit.transport.base import CODEC_SLACK_BYTES, Flow, Handler, LinkStats, 
 from moshpit.transport.control import ControlLink
 from moshpit.transport.doors import CLOSE_S, Doors
 from moshpit.transport.handshake import Proved
-from moshpit.transport.notices import NoticeLimiter
+from moshpit.transport.notices import KEY_IN_USE, NoticeLimiter
 from moshpit.transport.pair import BulkPair
 from moshpit.transport.port import TLS_RECORD, Port
 from moshpit.transport.sockets import COUNTS_FLOW
@@ -363,7 +363,8 @@ class TcpTransport(Transport):
             except RemoteError as error:
                 refused = False
                 detail = str(error)
-                self._notices.tell(error.reason, state.peer, detail)
+                code = KEY_IN_USE if error.reason == "duplicate-key" else error.reason
+                self._notices.tell(code, state.peer, detail)
         state.dialling = None
         if state.link is None:
             self._give_up(state.peer, refused, detail)
