@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import queue
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks import joining
 
 from moshpit.identity.tickets import RunKey
 from moshpit.training.shelf import saved_in
@@ -325,3 +327,13 @@ def test_a_joiner_whose_donors_are_all_gone_waits_for_one_from_a_checkpoint(
         late.expect("epoch", epoch=2, caught_up=1)
         peers = [again, late]
         check_all_alike(peers, running.finish(peers, after=2))
+
+
+@LONG
+def test_eight_joiners_cost_a_donor_about_as_much_as_two() -> None:
+    """Without passing on, eight would cost each of two donors four states."""
+    args = argparse.Namespace(mb=8.0, donors=2, samples=4000.0, seconds=1.0)
+    two, eight = (joining.measure(args, count, free_port()) for count in (2, 8))
+    most = [max(row["given_by_donors"]) for row in (two, eight)]
+    assert most[1] <= max(1.3, 1.5 * most[0]), most
+    assert sum(eight["passed_on"]) >= 5.0, "the rest came from other joiners"

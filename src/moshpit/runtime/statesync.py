@@ -54,7 +54,7 @@ from moshpit.types import GroupId, PeerId
 from moshpit.wire.framing import ChunkHeader, ChunkKind
 from moshpit.wire.transfer import StateDone, StateHeld, StateMessage, StateOffer, StateWant
 
-NICENESS = 10  # of the thread that hashes
+NICENESS = 5  # guess: of the thread that hashes; a third of what training gets
 
 
 @dataclass(slots=True)
