@@ -117,8 +117,9 @@ def judge_merged_mean(world: Watched) -> None:
     gaps = [(a, b) for a, b in pairwise(common) if b > a + 1]
     assert len(gaps) <= 1, common
     for before, merged in gaps:
-        if not all(any(before < e < merged for e in d.ended) for d in world.diaries.values()):
-            continue  # a side that has averaged nothing by itself is only behind
+        alone = [sum(before < e < merged for e in d.ended) for d in world.diaries.values()]
+        if min(alone) < 2:
+            continue  # its only mean may be one that the cut has interrupted: it is behind
         assert merged <= world.faults.healed_epoch + 2, "it merges soon"
         seen, values = [], []
         for diary in world.diaries.values():

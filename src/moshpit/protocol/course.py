@@ -75,6 +75,18 @@ class Averaging:
         self.reports.append(report)
         return report
 
+    def together(self, me: PeerId) -> tuple[Sequence[PeerId], bool]:
+        """Return who has made the mean, sorted by id, and whether that is known for sure: of a
+        grid's other rows a peer knows only who was to come. Nobody: it is not the mean of all."""
+        met = [r for r in self.reports if len(r.peers) > 1]
+        if not met:
+            return (me,), True
+        if any(r.outcome is not Outcome.COMPLETE for r in met):
+            return (), True
+        if len(self.reports) == 1 and not met[0].reach:
+            return sorted(met[0].contributors() or met[0].peers), True
+        return self.company, False
+
     def no_group(self, me: PeerId, reason: str, now: float) -> None:
         """Report a round that no group was had for: the peer keeps its value."""
         chunks = self.request.chunks

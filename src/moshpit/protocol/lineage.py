@@ -150,6 +150,8 @@ class Lineage:
             return None
         if common < 0:  # not as far as this peer remembers
             first = common = next(iter(self._labels))
+        while first > common + 1 and first - 1 not in self._labels:
+            first -= 1  # a mean that was not of all may have been the first without them
         return Fork(first, last - common)
 
     def leads(self, shown: bytes) -> bool:

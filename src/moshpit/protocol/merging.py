@@ -244,12 +244,18 @@ class Merging:
             self._lineage.gave(epoch, request.weight - request.earlier)
             self._count()
 
-    def ended(self, epoch: int, company: Sequence[PeerId]) -> None:
-        """An averaging with these peers has ended."""
+    def ended(self, epoch: int, company: Sequence[PeerId], sure: bool = False) -> None:
+        """An averaging with these peers has ended; ``sure``: none of them was lost on the way.
+        Nobody: it was none of all, as when a pause of this process has interrupted it. That makes
+        no side of anybody."""
         self._averaged, self._missed = True, 0
-        label = label_of(epoch, company, lambda p: p == self._me or self._view.reachable(p))
-        self._lineage.averaged(epoch, label, self._lost)
-        self._lost = 0
+
+        def here(peer: PeerId) -> bool:
+            return sure or peer == self._me or self._view.reachable(peer)
+
+        if company:
+            self._lineage.averaged(epoch, label_of(epoch, company, here), self._lost)
+            self._lost = 0
         if self.first is not None or self._others:
             self._merged(company)
 

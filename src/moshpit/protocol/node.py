@@ -432,7 +432,7 @@ class Node:
             self._epochs.go_to(swarm_epoch, effects, now)
         else:
             if not current.request.always_weighs:
-                self._merging.ended(self.epoch, current.company)
+                self._merging.ended(self.epoch, *current.together(self._signer.peer))
             self._epochs.advance(self.epoch + 1, effects, now)
         effects.append(AveragingEnded(report, self.epoch))
 
