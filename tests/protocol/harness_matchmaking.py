@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from moshpit.config import MatchmakingConfig, RoundConfig
-from moshpit.protocol.hosting import ranked
 from moshpit.protocol.machine import Effect, GroupReady, LinkDown, Received, SeekFailed, Send, Tick
 from moshpit.protocol.matchmaking import JoinFields, Matchmaker
+from moshpit.protocol.ranking import ranked
 from moshpit.runtime.record import own_record
 from moshpit.sim.signer import SIM_ADMISSION, SimSigner
 from moshpit.types import Address, PeerId, Role

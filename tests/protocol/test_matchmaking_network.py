@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from moshpit.config import MatchmakingConfig
 from moshpit.protocol import announcement
-from moshpit.protocol.hosting import ASSEMBLIES_MAX, ranked
+from moshpit.protocol.hosting import ASSEMBLIES_MAX
 from moshpit.protocol.machine import Event, GroupReady, LinkDown, Received, SeekFailed, Tick
 from moshpit.protocol.matchmaking import JOINS_MAX, Matchmaker
+from moshpit.protocol.ranking import ranked
 from moshpit.sim.signer import SimSigner
 from moshpit.types import PeerId
 from moshpit.wire.messages import (

@@ -9,9 +9,8 @@ axis. When its round has ended a peer crashes with probability p, for good: the 
 epoch that planned with it go on without it, and the next epoch is planned for those that are
 left. Measured is the variance over the living, after every round.
 
-With two axes both agree. With three or more the protocol is a little behind the model after a
-crash: there, a host plans the later axes by its present view and no more by that of the epoch's
-begin, so that some members go where the first plan would not have sent them.
+With two axes both agree. With three the protocol's spread is up to one and a half times the model's
+after a crash, which tens of swarms are needed to see.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from moshpit.config import MatchmakingConfig, RoundConfig
 from moshpit.events import Notice
 from moshpit.protocol import announcement, grid, torus
 from moshpit.protocol.machine import Effect, Emit, Rng, Send, Signer, Silent, View
+from moshpit.protocol.ranking import Rankings
 from moshpit.types import PeerId, short
 from moshpit.wire.messages import (
     Call,
@@ -51,14 +52,6 @@ REDIRECTS_NAMED = 3  # hosts in a redirect
 SPREAD_SMOOTHING = 0.3  # guess: weight of the newest spread in the moving mean
 WINDOW_FACTOR = 4.0  # guess: × the usual spread of arrivals
 WINDOW_MARGIN_S = 1.0  # guess
-
-
-def ranked(
-    view: View, schema: bytes, epoch: int, group_size: int
-) -> tuple[grid.Plan, list[PeerId]] | None:
-    """Return the plan for the live peers of a schema, and who has which rank; None: no peers."""
-    peers = view.averaging(schema)
-    return grid.arrange(peers, epoch, group_size, view.dialable) if peers else None
 
 
 @dataclass(slots=True)
@@ -120,6 +113,7 @@ class Hosting:
         epoch: joins for keys below it are stale, unless their group is assembling already or
             they are only a little late.
         over_at: when the epoch before was over here.
+        rankings: by which plan groups meet.
     """
 
     def __init__(
@@ -141,8 +135,7 @@ class Hosting:
         self._spread_s: float | None = None
         # Two lives of one peer must not make the same group id.
         self._serial = rng.getrandbits(64) << 32
-        self._ranking_of: tuple[int, int, bytes] | None = None
-        self._ranking: tuple[grid.Plan, list[PeerId]] | None = None
+        self.rankings = Rankings(view, config.group_size)
         self._seen_generation = view.generation
 
     @property
@@ -359,14 +352,6 @@ class Hosting:
             return min(self._config.window_s_first, self._config.window_s_max)
         return min(self._config.window_s_max, WINDOW_FACTOR * self._spread_s + WINDOW_MARGIN_S)
 
-    def _ranked(self, epoch: int, schema: bytes) -> tuple[grid.Plan, list[PeerId]] | None:
-        """Return the ranking, from a cache for as long as the view does not change."""
-        wanted = (epoch, self._view.generation, schema)
-        if self._ranking_of != wanted:
-            self._ranking = ranked(self._view, schema, epoch, self._config.group_size)
-            self._ranking_of = wanted
-        return self._ranking
-
     def _open(self, join: Join, now: float) -> Assembly:
         key = join.key
         assembly = Assembly(
@@ -384,7 +369,7 @@ class Hosting:
     def _plan(self, assembly: Assembly, now: float) -> None:
         """See who is expected, and wait for those that were not before."""
         key, before = assembly.key, assembly.expected
-        plan, peers = self._ranked(key.epoch, assembly.schema) or (None, [])
+        plan, peers = self.rankings.of(key, assembly.schema) or (None, [])
         ranks: Sequence[int] = plan.members(key.axis, key.path) if plan else ()
         assembly.plan = plan
         assembly.torus = None

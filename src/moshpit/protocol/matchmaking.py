@@ -142,6 +142,7 @@ class Matchmaker:
         self._view = view
         self._config = config
         self._hosting = Hosting(signer, view, config, round_config, rng)
+        self.rankings = self._hosting.rankings
         self._seek: _Seek | None = None
         self._nonce = 0
         self._called: GroupKey | None = None

@@ -311,6 +311,7 @@ class Node:
             return
         size = self._config.matchmaking.group_size
         plan, ranked = grid.arrange(peers, self.epoch, size, view.dialable)
+        self._matchmaker.rankings.begin(self.epoch, request.schema, (plan, ranked))
         self._seek(plan.path(ranked.index(me), 0), effects, now)
 
     def _seek(self, path: tuple[int, ...], effects: list[Effect], now: float) -> None:
