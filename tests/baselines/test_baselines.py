@@ -28,8 +28,8 @@ BASELINES = {
     "sgp": SGP,
     "sgp-overlap": lambda n, **how: SGP(n, overlap=True, **how),
     "dpsgd": DPSGD,
-    "adpsgd": lambda n, peers=1, **how: ADPSGD(n, **how),
-    "adpsgd-waiting": lambda n, peers=1, **how: ADPSGD(n, overlap=False, **how),
+    "adpsgd": ADPSGD,
+    "adpsgd-waiting": lambda n, **how: ADPSGD(n, overlap=False, **how),
     "server": ParameterServer,
     "server-async": lambda n, **how: ParameterServer(n, asynchronous=True, **how),
 }
@@ -337,7 +337,7 @@ def test_they_are_found_from_the_package():
     assert moshpit.baselines.SGP is SGP
 
 
-@pytest.mark.parametrize("kind", IN_STEP)
+@every
 def test_waiting_for_peers_that_never_come_ends(kind, parcel_swarm):
     peer = parcel_swarm(1).peers[0]
     with pytest.raises(WaitTimeoutError, match=r"1 of 2 workers that train the same"):

@@ -7,6 +7,7 @@ the same bytes. So a researcher compares it with `LocalSGD` by changing one argu
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,8 +15,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from moshpit.baselines.world import Muster, Regroup, World
-from moshpit.errors import ConfigError
+from moshpit.baselines.kinds import Kind
+from moshpit.baselines.world import SLICE_S, Muster, Regroup, World, too_few
+from moshpit.errors import ConfigError, WaitTimeoutError
 from moshpit.training.parcels import Parcels, ParcelSwarm
 from moshpit.training.strategies.base import Closure, Handle, Layouts, Snapshot, Strategy
 from moshpit.training.tensors import (
@@ -38,17 +40,24 @@ class Baseline(Strategy):
 
     Args:
         samples_per_epoch: of all peers together; how `Optimizer.epoch` counts, nothing more.
+        peers: how many workers there are at least when training begins.
         patience_s: how long a step waits for a peer that is alive and silent.
     """
 
-    def __init__(self, samples_per_epoch: float, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, samples_per_epoch: float, *, peers: int = 1, patience_s: float = PATIENCE_S
+    ) -> None:
         super().__init__(samples_per_epoch, overlap=False)
+        if peers < 1:
+            raise ConfigError(f"peers: {peers!r}; give how many workers there are, 1 or more")
         if not 0 < patience_s < float("inf"):
             raise ConfigError(f"patience_s: {patience_s!r}; give a positive number of seconds")
         self._per_epoch = self.samples_per_epoch
         self.samples_per_epoch = 0.0  # for the swarm: no averaging is ever due by itself
+        self._peers = peers
         self._patience_s = patience_s
         self._all_samples = 0.0
+        self._gathered = False
         self._swarm: ParcelSwarm | None = None
         self._waited: Callable[[float], object] = lambda since: None
         self._flat_layouts = Layouts()
@@ -109,6 +118,22 @@ class Baseline(Strategy):
             samples: behind this peer's gradient.
             usable: whether that is finite.
         """
+
+    def _gather(self) -> None:
+        """Wait until there are enough peers to begin with; for methods without a world.
+
+        Raises:
+            WaitTimeoutError: they did not come.
+        """
+        since = self.swarm.clock()
+        while not self._gathered:
+            here = len(self.swarm.peers_now())
+            self._gathered = here >= self._peers
+            if self.swarm.clock() - since > self._patience_s:
+                raise WaitTimeoutError(too_few(here, self._peers, self._patience_s))
+            if not self._gathered:
+                with contextlib.suppress(WaitTimeoutError):  # nobody calls: it is a pause
+                    self.swarm.parcels.take((Kind.MUSTER, 0), timeout_s=SLICE_S)
 
     def _counted(self, samples: float) -> None:
         """So many samples of all peers were used in this step."""
@@ -202,17 +227,13 @@ class Synchronous(Baseline):
     on who is left and go on. One that comes later is given the parameters.
 
     Args:
-        samples_per_epoch, patience_s: as for `Baseline`.
-        peers: how many workers there are at least when training begins.
+        samples_per_epoch, peers, patience_s: as for `Baseline`.
     """
 
     def __init__(
         self, samples_per_epoch: float, *, peers: int = 1, patience_s: float = PATIENCE_S
     ) -> None:
-        super().__init__(samples_per_epoch, patience_s=patience_s)
-        if peers < 1:
-            raise ConfigError(f"peers: {peers!r}; give how many workers there are, 1 or more")
-        self._peers = peers
+        super().__init__(samples_per_epoch, peers=peers, patience_s=patience_s)
         self._muster: Muster | None = None
         self._completed: int = 0
         self.regroups = 0

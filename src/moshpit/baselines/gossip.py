@@ -124,7 +124,8 @@ class ADPSGD(Baseline):
         overlap: an active worker computes its next gradient while its averaging is under way;
             otherwise it waits for it.
         seed: of the choice of partners, together with the peer's id.
-        patience_s: how long an active worker that waits waits for a partner.
+        peers: how many workers there are at least when training begins.
+        patience_s: how long an active worker waits for the answer of a partner.
 
     Raises:
         ConfigError: settings that make no sense.
@@ -144,9 +145,10 @@ class ADPSGD(Baseline):
         *,
         overlap: bool = True,
         seed: int = 0,
+        peers: int = 1,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        super().__init__(samples_per_epoch, patience_s=patience_s)
+        super().__init__(samples_per_epoch, peers=peers, patience_s=patience_s)
         self.overlap_pairs = overlap
         self.averagings = 0
         """How often this peer has averaged with another."""
@@ -164,6 +166,7 @@ class ADPSGD(Baseline):
             parcels.serve(Kind.PAIRED, self._answered)
 
     def _exchange(self, samples: float, usable: bool) -> None:
+        self._gather()
         self._set(self._current())
         moved = self._move(usable)
         with self._lock:

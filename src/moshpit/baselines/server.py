@@ -38,7 +38,7 @@ class ParameterServer(Synchronous):
     Args:
         samples_per_epoch: how `Optimizer.epoch` counts.
         asynchronous: see above.
-        peers: how many workers there are at least when synchronous training begins.
+        peers: how many workers there are at least when training begins.
         patience_s: how long a step waits for a peer that is alive and silent.
 
     Raises:
@@ -80,6 +80,7 @@ class ParameterServer(Synchronous):
         gradient = self._flat_gradient() if usable else torch.zeros_like(self._flat())
         weight = samples if usable else 0.0
         if self.asynchronous:
+            self._gather()
             self._push_and_pull(gradient, weight)
             self._counted(samples * max(1, len(self.swarm.peers_now())))
             return

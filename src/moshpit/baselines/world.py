@@ -307,15 +307,20 @@ class Muster:
 
     def _complaint(self, members: Sequence[PeerId], heard: dict[PeerId, _Call]) -> str:
         if len(members) < self._peers_min:
-            return (
-                f"{len(members)} of {self._peers_min} workers that train the same are here after "
-                f"{self._patience_s:g} s"
-            )
+            return too_few(len(members), self._peers_min, self._patience_s)
         silent = [short(p) for p in members if p not in heard and p != self._swarm.peer_id]
         return (
             f"the peers do not agree on who is here after {self._patience_s:g} s; nothing was "
             f"heard of {', '.join(silent) or 'nobody'}"
         )
+
+
+def too_few(here: int, wanted: int, waited_s: float) -> str:
+    """Say that not enough peers came."""
+    return (
+        f"{here} of {wanted} workers that train the same are here after {waited_s:g} s; are the "
+        "others started, with the same model and strategy?"
+    )
 
 
 def _name(members: Sequence[PeerId]) -> int:
