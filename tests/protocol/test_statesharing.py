@@ -18,9 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moshpit.events import Notice
-from moshpit.protocol import statesharing, statesync
+from moshpit.protocol import stategiving, statesharing, statesync
 from moshpit.protocol.machine import Emit, Send
-from moshpit.protocol.stategiving import SendPiece, Snapshot, StateGiving, WantSnapshot
+from moshpit.protocol.stategiving import (
+    DropSnapshots,
+    SendPiece,
+    Snapshot,
+    StateGiving,
+    WantSnapshot,
+)
 from moshpit.protocol.statesharing import StateSharing
 from moshpit.protocol.statesync import Fetched, FetchFailed, ReadManifest, StateFetch
 from moshpit.types import PeerId
@@ -249,6 +255,37 @@ def test_those_who_come_late_are_served_by_those_who_have_it() -> None:
     world.run()
     assert all(isinstance(j.result, Fetched) for j in world.joiners.values())
     assert world.sent[peer(1)] <= 1.5 * (PIECES + 1)
+
+
+def test_those_who_come_one_after_the_other_too() -> None:
+    """Each after the one before has all of it, within the time that it is kept."""
+    world = World(1)
+    for number in range(5):
+        world.join(number, at=4.0 * number)
+    world.run()
+    assert all(isinstance(j.result, Fetched) for j in world.joiners.values())
+    assert world.sent[peer(1)] <= 1.2 * (PIECES + 1)
+
+
+def test_a_donor_forgets_who_keeps_a_state_and_the_snapshot_after_a_while() -> None:
+    giving = StateGiving()
+    giving.able = True
+    giving.received(peer(1), StateAsk(1, shares=True), 5, 0.0)
+    giving.snapshot(Snapshot(0, 5, offer_of("a", 5), state("a")), 0.0)
+    piece = next(iter(state("a")))
+    giving.received(peer(1), StateWant((piece,)), 5, 0.0)
+    assert giving.received(peer(1), StateDone(1, keeps=True), 5, 1.0) == []
+    assert not giving.serves(peer(1))
+    assert giving.wakeup == 1.0 + stategiving.KEEPS_S
+    giving.received(peer(2), StateAsk(1), 5, 5.0)
+    assert giving.received(peer(2), StateWant((piece,)), 5, 6.0) == [
+        Send(peer(2), StateElsewhere((piece,), peer(1)))
+    ]
+    giving.received(peer(2), StateDone(1), 5, 7.0)
+    assert giving.wakeup == 6.0 + stategiving.KEEPS_S, "it was sent somebody, so it keeps it longer"
+    assert giving.tick(6.0 + stategiving.KEEPS_S) == [DropSnapshots(())]
+    assert giving.wakeup is None
+    assert stategiving.KEEPS_S < statesharing.LINGER_S
 
 
 def test_who_cannot_be_dialled_fetches_from_others_and_is_sent_to_nobody() -> None:

@@ -11,7 +11,8 @@ wish is told with its sender's name, who gets nothing more for it.
 one that asked before and shares (`StateAsk.shares`, `StateElsewhere`); those who were given a
 piece or sent to somebody for it form a tree in the order in which they came, so each passes it on
 twice at most. Who asks again for the same piece gets it from here: whoever it was sent to may be
-gone, or slow.
+gone, or slow. Who has all of it and keeps it (`StateDone.keeps`) is sent others for `KEEPS_S`, and
+so long its snapshot stays.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ ASKERS_MAX: Final = 16  # guess
 SNAPSHOTS_MAX: Final = 2  # one that is fetched, and a newer one
 QUEUE_MAX: Final = 16  # guess: four windows
 ASKER_SILENT_S: Final = 150.0  # guess: longer than an asker waits for an offer
+KEEPS_S: Final = 8.0  # guess: joiners that are started together come within so many seconds
 PASSED_ON: Final = 2  # to so many a sharer passes a piece on, so 8 askers are 3 steps deep
 SEQ_MAX: Final = 1 << 62
 HASH_BYTES: Final = 32
@@ -90,9 +92,15 @@ class _Asker:
     heard: float
     shares: bool = False
     offered: bool = False
+    done: bool = False
     queued: int = 0
     asked: dict[bytes, None] = field(default_factory=dict[bytes, None])
     """What it has asked for, and was given or sent on for."""
+
+    @property
+    def until(self) -> float:
+        """When it is forgotten if nothing is heard of it."""
+        return self.heard + (KEEPS_S if self.done else ASKER_SILENT_S)
 
 
 @final
@@ -120,11 +128,14 @@ class StateGiving:
                 self._asked(peer, message, epoch, effects, now)
             case StateWant(hashes=hashes):
                 self._want(peer, asker, hashes, effects, now)
-            case StateDone(seq=seq) if asker is not None and asker.seq == seq:
-                effects += self.lost(peer)
+            case StateDone(seq=seq, keeps=keeps) if asker is not None and asker.seq == seq:
+                if keeps and asker.shares and asker.offered:
+                    asker.done, asker.heard = True, now
+                else:
+                    effects += self.lost(peer)
             case _:
                 pass
-        self.wakeup = now + ASKER_SILENT_S if self._askers else None
+        self._arm()
         return effects
 
     def snapshot(self, snapshot: Snapshot, now: float) -> list[GiveEffect]:
@@ -151,7 +162,8 @@ class StateGiving:
 
     def serves(self, peer: PeerId) -> bool:
         """Whether a peer has asked for a state, and is not done."""
-        return peer in self._askers
+        asker = self._askers.get(peer)
+        return asker is not None and not asker.done
 
     def sent(self, peer: PeerId) -> None:
         """A piece is on its way."""
@@ -170,11 +182,13 @@ class StateGiving:
         """Time has passed."""
         effects: list[GiveEffect] = []
         for peer, asker in list(self._askers.items()):
-            if now - asker.heard >= ASKER_SILENT_S:
+            if now >= asker.until:
                 effects += self.lost(peer)
-        heard = [asker.heard for asker in self._askers.values()]
-        self.wakeup = min(heard) + ASKER_SILENT_S if heard else None
+        self._arm()
         return effects
+
+    def _arm(self) -> None:
+        self.wakeup = min((asker.until for asker in self._askers.values()), default=None)
 
     def _asked(
         self, peer: PeerId, ask: StateAsk, epoch: int, effects: list[GiveEffect], now: float
@@ -183,7 +197,8 @@ class StateGiving:
         if not 0 <= seq < SEQ_MAX:
             effects.append(Emit(Notice("bad-state-ask", peer, f"number {seq}")))
             return
-        full = peer not in self._askers and len(self._askers) >= ASKERS_MAX
+        served = sum(self.serves(asker) for asker in self._askers if asker != peer)
+        full = served >= ASKERS_MAX
         if full or not self.able:
             effects.append(Send(peer, StateRefused(seq, "busy" if full else "no-state")))
             return
@@ -235,6 +250,8 @@ class StateGiving:
                 continue
             holder = self._holder(peer, asker, piece)
             if holder is not None:
+                if self._askers[holder].done:
+                    self._askers[holder].heard = now  # it is wanted, so it keeps it longer
                 elsewhere.setdefault(holder, []).append(piece)
             elif asker.queued < QUEUE_MAX:
                 asker.queued += 1

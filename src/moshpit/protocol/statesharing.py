@@ -16,13 +16,13 @@ from typing import Final, final
 
 from moshpit.events import Notice
 from moshpit.protocol.machine import Emit, Send
-from moshpit.protocol.stategiving import HASH_BYTES, QUEUE_MAX, SendPiece
+from moshpit.protocol.stategiving import HASH_BYTES, KEEPS_S, QUEUE_MAX, SendPiece
 from moshpit.protocol.statesync import StateFetch
 from moshpit.types import PeerId
 from moshpit.wire.transfer import StateLack
 
 SHARED_WITH_MAX: Final = 16  # guess: as many as a donor serves
-LINGER_S: Final = 10.0  # guess: some windows of pieces on a thin link
+LINGER_S: Final = KEEPS_S + 2.0  # donors send others here until shortly before
 SHARE_S_MAX: Final = 600.0  # guess: against askers that never have enough
 
 ShareEffect = Send | Emit | SendPiece

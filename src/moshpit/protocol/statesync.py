@@ -344,7 +344,7 @@ class StateFetch:
                     effects.append(ReadManifest(self._offer))
                 return
             effects.append(Fetched(self._offer))
-            self._end(effects)
+            self._end(effects, keeps=self._shares)
             return
         self._request(effects, now)
         donors = [d for d in self._donors.values() if not d.fellow and not d.out]
@@ -433,11 +433,11 @@ class StateFetch:
         self._end(effects)
         effects.append(FetchFailed(reason))
 
-    def _end(self, effects: list[FetchEffect]) -> None:
+    def _end(self, effects: list[FetchEffect], *, keeps: bool = False) -> None:
         self.ended = True
         for peer, donor in self._donors.items():
             if not donor.out:
-                effects.append(Send(peer, StateDone(donor.seq)))
+                effects.append(Send(peer, StateDone(donor.seq, keeps)))
             donor.flying.clear()
 
 

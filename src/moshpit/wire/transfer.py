@@ -64,6 +64,8 @@ class StateDone(Message, frozen=True, tag=56):
     """I need nothing more of your state."""
 
     seq: int
+    keeps: bool = False
+    """I have all of it, and pass it on for a while."""
 
 
 class StateElsewhere(Message, frozen=True, tag=57):
