@@ -90,6 +90,7 @@ class Standing:
         if catch_up and strategy.answers:
             self._sync = getattr(swarm, "states", None)
         self._schema = b""
+        self._attached_as = b""
         self._tries = 0
         self._giving: tuple[TrainingState, LateCopies] | None = None
         self._steady = True
@@ -113,8 +114,9 @@ class Standing:
         if self.attached:
             return
         schema, numel = self._strategy.layout()
+        self._attached_as = self._schema or schema
         self._swarm.attach(
-            self._schema or schema, numel, self._strategy.samples_per_epoch, epoch=self.resumed
+            self._attached_as, numel, self._strategy.samples_per_epoch, epoch=self.resumed
         )
         self.attached = True
         states = getattr(self._swarm, "states", None)
@@ -198,7 +200,9 @@ class Standing:
             leave_if_asked: called now and then, as this may last.
         """
         assert self._sync is not None, "who is behind can catch up"
-        sync, own = self._sync, self._schema
+        # Who goes on alone is still of this run, which others may come back to: its schema is not
+        # to be made anew, of the parameters of now.
+        sync, own = self._sync, self._schema or (self._attached_as if self.attached else b"")
         listener = self._listen(sync)
         while self._tries < TRIES_MAX:
             self._tries += 1
