@@ -311,6 +311,29 @@ def test_an_auxiliary_peer_is_a_member() -> None:
     assert [(j.peer, j.role) for j in formed.joins if j.peer == A] == [(A, "aux")]
 
 
+def test_auxiliary_peers_take_over_reducing_by_bandwidth() -> None:
+    slow, fast = 2e6, 100e6
+    roles = {A: "aux", B: "client"}
+    host = make(H, (H, A, B, C), roles=roles)
+    got(host, A, join(A, role="aux", weighs=False, bandwidth=fast))
+    got(host, B, join(B, role="client", bandwidth=fast))
+    got(host, C, join(C, bandwidth=slow))
+    formed = formed_in(host.seek(KEY, fields(bandwidth=slow), 0.0))
+    seats = {j.peer: seat for seat, j in enumerate(formed.joins)}
+    parts = {p: formed.bounds[s + 1] - formed.bounds[s] for p, s in seats.items()}
+    assert parts == {A: 64, B: 0, C: 0, H: 0}
+
+    # Among equals everybody that can be dialled has a part, and the client has none.
+    host = make(H, (H, A, B, C), roles=roles)
+    got(host, A, join(A, role="aux", weighs=False, bandwidth=slow))
+    got(host, B, join(B, role="client", bandwidth=fast))
+    got(host, C, join(C, bandwidth=slow))
+    formed = formed_in(host.seek(KEY, fields(bandwidth=slow), 0.0))
+    parts = {j.peer: formed.bounds[s + 1] - formed.bounds[s] for s, j in enumerate(formed.joins)}
+    assert parts[B] == 0
+    assert min(parts[A], parts[C], parts[H]) >= 21
+
+
 def test_the_deadline_has_time_for_the_slowest_to_fill_its_vector() -> None:
     host = make(H, (H, A))
     got(host, A, join(A, fill_s=40.0))

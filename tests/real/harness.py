@@ -22,6 +22,13 @@ from moshpit.types import Address
 
 from .namespaces import Machine
 
+SHIFTED = """
+import runpy, sys, time
+shift, really = float(sys.argv[1]), time.time
+time.time = lambda: really() + shift
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 PEER = Path(__file__).with_name("peer.py")
 Event = dict[str, Any]
 PATIENCE_S = 200.0  # only reached by a failing test
@@ -127,11 +134,19 @@ class RealPeer(Child):
     """One process of `peer.py`."""
 
     def __init__(
-        self, ticket: str, number: int, numel: int, *args: str, at: Machine | None = None
+        self,
+        ticket: str,
+        number: int,
+        numel: int,
+        *args: str,
+        at: Machine | None = None,
+        clock_s: float = 0.0,
     ) -> None:
+        """``clock_s``: by how much its wall clock is wrong, from before anything is imported."""
         self.number = number
-        command = [sys.executable, str(PEER), "--ticket", ticket, "--number", str(number)]
-        command += ["--numel", str(numel), *args]
+        shifted = ["-c", SHIFTED, str(clock_s)] if clock_s else []
+        command = [sys.executable, *shifted, str(PEER), "--ticket", ticket]
+        command += ["--number", str(number), "--numel", str(numel), *args]
         super().__init__(command if at is None else at.inside(*command))
         self.name = ""
         self.addresses: list[str] = []
@@ -159,18 +174,19 @@ class RealPeer(Child):
 class RealSwarm:
     """Some peers of one run; the first listens at the address that is in the ticket."""
 
-    def __init__(self, numel: int, *args: str) -> None:
+    def __init__(self, numel: int, *args: str, expires_at: int = 0) -> None:
         self.port = free_port()
-        self._invite = RunKey.generate().invite()
+        self._invite = RunKey.generate().invite(expires_at=expires_at)
         self.ticket = self._invite.ticket((Address("127.0.0.1", self.port),)).encode()
         self.numel = numel
         self.args = args
         self.peers: list[RealPeer] = []
 
-    def add(self, *args: str) -> RealPeer:
+    def add(self, *args: str, clock_s: float = 0.0) -> RealPeer:
         number = len(self.peers)
         listen = ("--listen", f"127.0.0.1:{self.port}") if number == 0 else ()
-        peer = RealPeer(self.ticket, number, self.numel, *self.args, *listen, *args)
+        args = (*self.args, *listen, *args)
+        peer = RealPeer(self.ticket, number, self.numel, *args, clock_s=clock_s)
         self.peers.append(peer)
         return peer
 
@@ -212,9 +228,9 @@ class RealSwarm:
 
 
 @contextmanager
-def real_swarm(numel: int, *args: str) -> Iterator[RealSwarm]:
+def real_swarm(numel: int, *args: str, expires_at: int = 0) -> Iterator[RealSwarm]:
     """A swarm whose processes are all gone afterwards."""
-    swarm = RealSwarm(numel, *args)
+    swarm = RealSwarm(numel, *args, expires_at=expires_at)
     try:
         yield swarm
     finally:

@@ -23,7 +23,7 @@ import torch
 
 import moshpit
 from moshpit.config import ReachConfig, SwarmConfig, TransportConfig, preset
-from moshpit.errors import KeyInUseError
+from moshpit.errors import AdmissionError, KeyInUseError, TicketError
 from moshpit.events import RoundReport
 from moshpit.tensors.layout import ChunkPlan
 from moshpit.types import short
@@ -169,7 +169,7 @@ def main() -> None:
         config = replace(config, reach=quick_reach(args.reach_s))
     try:
         take_part(args, config)
-    except KeyInUseError as error:
+    except (KeyInUseError, AdmissionError, TicketError) as error:
         say("failed", kind=type(error).__name__, text=str(error))
 
 

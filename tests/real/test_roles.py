@@ -57,7 +57,7 @@ def test_two_clients_have_an_aux_peer_between_them() -> None:
 
 
 def test_the_clients_of_a_dead_aux_peer_say_what_to_start() -> None:
-    with real_swarm(NUMEL) as swarm:
+    with real_swarm(NUMEL, "--notices", "--reach-s", "0.5") as swarm:
         aux, *clients = start(swarm, "aux", "client", "client")
         swarm.average(clients)
         aux.process.kill()
@@ -70,3 +70,31 @@ def test_the_clients_of_a_dead_aux_peer_say_what_to_start() -> None:
             assert result["outcome"] in ("failed", "complete")
             for r in result["rounds"]:
                 assert r["contributors"] in ([], [result["rounds"][0]["peers"][0]])
+        for client in clients:
+            said = client.expect("notice")
+            while said["code"] != "no-reducer":
+                said = client.expect("notice")
+            assert "--role aux --listen 0.0.0.0:7000" in said["detail"]
+
+
+DAY_S = 86400.0
+
+
+def test_nobody_needs_the_right_time() -> None:
+    with real_swarm(NUMEL, expires_at=int(time.time() + 2 * DAY_S)) as swarm:
+        peers = [swarm.add(clock_s=shift) for shift in (0.0, DAY_S, -DAY_S)]
+        late = swarm.add(clock_s=3 * DAY_S)
+        for peer in peers:
+            peer.joined()
+        swarm.meet(peers)
+        for _ in range(2):
+            results = swarm.average(peers)
+            assert {r["outcome"] for r in results} == {"complete"}, results
+            assert max(r["mean_error"] for r in results) < 1e-4
+            assert {len(r["rounds"][0]["contributors"]) for r in results} == {3}
+        now, ahead, behind = (r["at"] for r in results)
+        assert ahead - now > DAY_S / 2 < now - behind, "the clocks were wrong"
+        # Only tickets end by a clock; and whose own is wrong is told so.
+        told = late.expect("failed")
+        assert told["kind"] == "TicketError"
+        assert "check this machine's clock" in told["text"]

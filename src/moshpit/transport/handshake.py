@@ -227,7 +227,8 @@ def _check(context: bytes, me: Self, greeting: Greeting, proof: _Proof, link: Co
 
 _ADVICE: Final = {
     "not-admitted": "no ticket of this run admits it",
-    "expired": "the ticket that admits it has expired; it needs a new one",
+    "expired": "by this peer's clock the ticket that admits it has expired: it needs a new one, or "
+    "this peer's clock is wrong (`moshpit doctor` compares the two)",
 }
 
 
