@@ -95,12 +95,12 @@ def test_text_stays_text() -> None:
     assert found.words[found.words.index("2") + 1] == "5"
     assert len(found.all("br")) == 1
     assert found.all("img")[0]["alt"] == 'a "b"'
-    assert any("&& echo done" in word for word in found.words)
+    assert section().commands[0] in "".join(found.words)
 
 
 def test_every_figure_and_table_says_what_its_numbers_are() -> None:
     found = page(section())
-    badges = [span["class"] for span in found.all("span")]
+    badges = [span["class"] for span in found.all("span") if "class" in span]
     legend = len(Nature)
     assert badges[legend:] == [
         "nature quoted",

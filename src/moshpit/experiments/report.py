@@ -60,14 +60,16 @@ th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align:
 th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid var(--ink);
   vertical-align: bottom; }
 td.marked { font-weight: bold; outline: 2px solid #D55E00; outline-offset: -2px; }
-pre { background: #f4f4f4; padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere;
-  font-size: .85rem; } code { font-family: ui-monospace, monospace; font-size: .9em; }
+pre { background: #f4f4f4; padding: .6rem; white-space: pre-wrap; overflow-x: auto;
+  font-size: .85rem; } pre span { white-space: nowrap; }
+code { font-family: ui-monospace, monospace; font-size: .9em; }
 .nature { display: inline-block; border: 1px solid; border-radius: .6rem; padding: 0 .5rem;
   font-size: .75rem; font-weight: 600; }
 .real { color: #00664a; } .simulated { color: #0053a0; } .modelled { color: #9a4300; }
 .quoted { color: #555; } .failed { border-left: 4px solid #D55E00; padding-left: .8rem; }
 @media print { body { max-width: none; padding: 0; font-size: 10pt; } nav { display: none; }
-  figure, table, pre { break-inside: avoid; } h2, h3 { break-after: avoid; }
+  figure img { max-width: 13cm; } figure, table, pre { break-inside: avoid; }
+  h2, h3 { break-after: avoid; }
   th, td { white-space: normal; padding: .2rem .3rem; font-size: 8pt; }
   .scroll { overflow: visible; } }
 """
@@ -203,7 +205,9 @@ def _failed(one: Failed) -> str:
 
 
 def _command(text: str) -> str:
-    return f"<pre><code>{_quoted(text)}</code></pre>"
+    # Lines break between words only: browsers would break --option after its first dash.
+    words = " ".join(f"<span>{_quoted(word)}</span>" for word in text.split(" "))
+    return f"<pre><code>{words}</code></pre>"
 
 
 def _badges(natures: Sequence[Nature]) -> str:
