@@ -14,10 +14,8 @@ import pytest
 from moshpit.sim.scenario import load
 from moshpit.sim.simulate import Result, run
 
-SMALL = (
-    "crash", "restart", "churn", "pause", "partition", "slow", "nat", "loss", "corrupt", "joiners",
-    "storm",
-)  # fmt: skip
+SMALL = ("crash", "restart", "churn", "pause", "partition", "slow", "nat", "loss", "corrupt")
+LONG = ("joiners", "storm")
 
 
 def explain(result: Result) -> str:
@@ -26,7 +24,7 @@ def explain(result: Result) -> str:
     return f"{result.scenario} --seed {result.seed} --peers {result.peers}\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*SMALL, *LONG])
 @pytest.mark.parametrize("seed", range(1))
 def test_invariants_hold(name: str, seed: int) -> None:
     result = run(load(name), seed)
@@ -104,7 +102,7 @@ def test_hash_seeds_do_not_change_the_run() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ["calm", *SMALL])
+@pytest.mark.parametrize("name", ["calm", *SMALL, *LONG])
 def test_invariants_hold_for_many_seeds(name: str) -> None:
     failed = [result for seed in range(300) if not (result := run(load(name), seed)).ok]
     assert not failed, "\n".join(map(explain, failed[:10]))
