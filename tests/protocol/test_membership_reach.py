@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from moshpit.config import MembershipConfig
 from moshpit.protocol.machine import LinkDown, LinkUp, Received, Send
 from moshpit.protocol.view import Status
@@ -50,6 +52,25 @@ def test_a_new_life_is_reachable_whatever_was_found_out_about_the_old_one() -> N
     assert not made.view.reachable(A)
     made.handle(Received(B, News(Gossip((signed(record_of(1, incarnation=2)),)))), 1.1)
     assert made.view.reachable(A)
+
+
+def test_another_way_to_a_peer_is_tried_whatever_was_found_out_about_the_old_one() -> None:
+    made = knowing(1, 2)
+    for version, change in enumerate(
+        [{"addresses": (("10.0.0.9", 7001),)}, {"role": "client", "addresses": ()}], 2
+    ):
+        made.handle(LinkDown(A, True, "nobody listens"), float(version))
+        assert not made.view.reachable(A)
+        # News of its progress is none of the way to it.
+        old = made.view.record(A)
+        assert old is not None
+        same = replace(old, version=10 * version, samples=5.0 * version)
+        made.handle(Received(B, News(Gossip((signed(same),)))), version + 0.1)
+        assert not made.view.reachable(A)
+        news = replace(old, version=10 * version + 1, **change)
+        made.handle(Received(B, News(Gossip((signed(news),)))), version + 0.2)
+        assert made.view.reachable(A)
+        assert made.view.dialable(A) == ("role" not in change)
 
 
 def test_those_that_cannot_be_had_are_probed_before_others() -> None:

@@ -14,7 +14,7 @@ from moshpit.events import Notice
 from moshpit.runtime import helpdesk
 from moshpit.runtime.helpdesk import HelpDesk
 from moshpit.transport.conformance import Bench, Party
-from moshpit.types import PeerId
+from moshpit.types import Address, PeerId
 from moshpit.wire.help import DialBack, DialBackReply, DialResult, Echo, EchoReply, HelpMessage
 from tests.transport.benches import MemoryBench, TcpBench, run
 
@@ -239,6 +239,40 @@ def test_nobody_else_is_dialled() -> None:
         assert not accepted
 
     play(TcpBench, part)
+
+
+def test_what_its_record_says_is_dialled_and_no_more_told_than_whether_it_is_there() -> None:
+    async def part(s: Scene) -> None:
+        s.desk._dial_s = 0.2
+        port = s.asker.transport.addresses[0].port
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            taken = other.getsockname()[1]
+            hosts = [("localhost", port), ("localhost", taken), ("10.0.0.1", 7000)]
+            s.desk._known = lambda peer: [Address(*h) for h in hosts]
+            began = asyncio.get_running_loop().time()
+            answer = await s.ask(DialBack(1, (*hosts, ("localhost", taken + 1))))
+            assert asyncio.get_running_loop().time() - began >= 0.2
+        assert [(r.host, r.outcome) for r in answer.results] == [
+            ("localhost", "reached"),
+            ("localhost", "unreachable"),  # somebody else: no word of who, or how
+            ("10.0.0.1", "foreign"),
+            ("localhost", "foreign"),
+        ]
+        assert not any(r.detail for r in answer.results[:2])
+
+    play(TcpBench, part)
+
+
+def test_answers_are_taken_by_who_has_asked() -> None:
+    async def part(s: Scene) -> None:
+        heard: list[DialBackReply] = []
+        s.desk.answered = lambda peer, reply: reply.seq == 5 and not heard.append(reply)
+        await s.tell(DialBackReply(5, "", ()))
+        assert heard == [DialBackReply(5, "", ())]
+        assert not s.told
+        await s.refused(DialBackReply(6, "", ()), "unasked-answer")
+
+    play(MemoryBench, part)
 
 
 def test_a_port_that_says_nothing_costs_the_dial_timeout_and_not_more() -> None:

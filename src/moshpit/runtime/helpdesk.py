@@ -5,8 +5,9 @@ Rules, so that nobody is hurt by helping:
 * An asker may cost so many bytes and dials, and gets more of them slowly. What is beyond is not
   answered (dials: answered with no result), and told as ``help-limit``.
 * Only the host that the asker's own connection comes from is dialled, and what its record says,
-  which everybody dials: so nobody can have others scanned. What is expected there is the asker's
-  key, in a real handshake.
+  which everybody dials: that only if it is a name or a public address, and then no answer tells
+  more than whether the asker is there, nor does its time. So nobody can have others scanned.
+  What is expected there is the asker's key, in a real handshake.
 * An impossible question is refused: a notice names who asked it, and there is no answer.
 """
 
@@ -60,6 +61,18 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(plain_host(host)).is_loopback
     except ValueError:
         return False
+
+
+def may_be_public(host: str) -> bool:
+    """Whether a host is a name, or an address that the whole world can dial.
+
+    >>> may_be_public("my.home.example"), may_be_public("192.168.1.2"), may_be_public("9.9.9.9")
+    (True, False, True)
+    """
+    try:
+        return ipaddress.ip_address(plain_host(host)).is_global
+    except ValueError:
+        return True
 
 
 def plain_host(host: str) -> str:
@@ -195,14 +208,23 @@ class HelpDesk:
             self._transport.send(peer, DialBackReply(message.seq, seen, tuple(results)))
 
     async def _dial(self, peer: PeerId, seen: str, host: str, port: int) -> DialResult:
-        own = bool(seen) and (not host or plain_host(host) == seen)
-        if not own and (not host or Address(host, port) not in self._known(peer)):
-            detail = f"your connection comes from {seen or 'nowhere'}, and only that is dialled"
-            return DialResult(host, port, "foreign", detail)
+        if seen and (not host or plain_host(host) == seen):
+            outcome, detail = await self._try(peer, Address(seen, port))
+            return DialResult(host or seen, port, outcome, detail)
+        if host and may_be_public(host) and Address(host, port) in self._known(peer):
+            (outcome, _), _ = await asyncio.gather(
+                self._try(peer, Address(host, port)), asyncio.sleep(self._dial_s)
+            )
+            return DialResult(host, port, "reached" if outcome == "reached" else "unreachable")
+        detail = f"your connection comes from {seen or 'nowhere'}, and only that is dialled"
+        return DialResult(host, port, "foreign", detail)
+
+    async def _try(self, peer: PeerId, address: Address) -> tuple[str, str]:
+        """Dial an address; return what came of it, and why."""
         outcome, detail = "reached", ""
         try:
             async with asyncio.timeout(self._dial_s):
-                await self._transport.reach(Address(seen if own else host, port), peer)
+                await self._transport.reach(address, peer)
         except TimeoutError:
             outcome, detail = "unreachable", f"no answer within {self._dial_s:g} s"
         except UnreachableError as error:
@@ -210,7 +232,7 @@ class HelpDesk:
             detail = error.detail
         except MoshpitError as error:
             outcome, detail = "no-handshake", str(error)
-        return DialResult(host or seen, port, outcome, detail[:DETAIL_CHARS_MAX])
+        return outcome, detail[:DETAIL_CHARS_MAX]
 
     def _budget(self, peer: PeerId) -> _Budget:
         now = self._clock()

@@ -200,8 +200,16 @@ class Reach:
                 break
         if believed.verdict is Verdict.ELSEWHERE and believed.at is not None:
             self._adopt(believed.at, believed)
-        if self._patience.conclude(believed.verdict, self._now()):
+        changed = self._patience.conclude(believed.verdict, self._now())
+        if self._bound():
+            self._complain(believed)
+        elif changed:
             await self._change(believed)
+
+    def _bound(self) -> bool:
+        """Whether this peer cannot become a client."""
+        me = self._node.view.me
+        return me.role == Role.AUX.value or Role.CLIENT.value not in me.admission.roles
 
     async def _ask(self, peer: PeerId) -> Finding:
         """Have one peer dial back."""
@@ -252,33 +260,36 @@ class Reach:
 
     async def _change(self, believed: Finding) -> None:
         """Become a client, or a worker again, once no averaging is under way."""
-        hidden = self._patience.hidden
-        role = Role.CLIENT if hidden else Role.WORKER
-        me = self._node.view.me
-        names, own = _names(believed.witnesses), self.addresses()
-        at = ", ".join(map(str, own)) or "any address"
-        if hidden:
-            self._found = ()
-            fact = f"{names} cannot dial this peer ({believed.detail}; it advertises {at}). "
-        else:
-            fact = f"{names} can dial this peer. "
-        if me.role == Role.AUX.value:
-            text = f"An aux peer is of no use like this: {self._advice()}"
-            self._remind("unreachable", fact + text, wanted=hidden)
-            return
-        if role.value not in me.admission.roles:
-            text = f"Its ticket does not allow clients, so it stays a worker; {self._advice()}"
-            self._remind("unreachable", fact + text, wanted=hidden)
-            return
+        hidden, own = self._patience.hidden, self.addresses()
         while self._node.averaging:
             await asyncio.sleep(TICK_S / 4)
         if hidden:
-            self._publish(role=role.value, addresses=())
+            fact = self._fact(believed)
+            self._found = ()
+            self._publish(role=Role.CLIENT.value, addresses=())
             text = f"It goes on as a client: it trains, and reduces nothing. {self._advice()}"
             self._tell(Notice("unreachable", None, fact + text))
         else:
-            self._publish(role=role.value, addresses=tuple((a.host, a.port) for a in own), via=())
-            self._tell(Notice("reachable", None, f"{fact}It is a worker again, at {at}"))
+            addresses = tuple((a.host, a.port) for a in own)
+            self._publish(role=Role.WORKER.value, addresses=addresses, via=())
+            fact = f"{_names(believed.witnesses)} can dial this peer"
+            at = ", ".join(map(str, own))
+            self._tell(Notice("reachable", None, f"{fact}: it is a worker again, at {at}"))
+
+    def _complain(self, believed: Finding) -> None:
+        """Say now, and rarely again, that this peer is in the others' way."""
+        hidden = self._patience.hidden
+        if hidden and believed.verdict is not Verdict.UNREACHED:
+            return
+        aux = self._node.view.me.role == Role.AUX.value
+        why = "An aux peer is of no use like this" if aux else "Its ticket allows no clients"
+        text = f"{self._fact(believed)}{why}. {self._advice()}" if hidden else ""
+        self._remind("unreachable", text, wanted=hidden)
+
+    def _fact(self, believed: Finding) -> str:
+        at = ", ".join(map(str, self.addresses())) or "no address"
+        who = _names(believed.witnesses)
+        return f"{who} cannot dial this peer ({believed.detail}; it advertises {at}). "
 
     def _advice(self) -> str:
         port = self._transport.addresses[0].port
