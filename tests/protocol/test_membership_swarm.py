@@ -97,6 +97,20 @@ def test_a_partition_heals(count: int, seed: int) -> None:
     net.run_until(lambda: net.agree(list(range(count))), 30.0)
 
 
+def test_sides_of_a_cut_that_outlasts_memory_find_each_other() -> None:
+    """Longer than the dead are remembered: the side that has lost the most seeks them on."""
+    config = MembershipConfig(dead_kept_s=30.0)
+    net = Net(5, config=config)
+    net.grow(7)
+    net.run_until(lambda: net.agree(list(range(7))), 20.0)
+    net.apart = lambda a, b: (a < 5) != (b < 5)
+    net.run_until(lambda: net.agree(list(range(5))) and net.agree([5, 6]), 60.0)
+    net.run(5 * config.dead_kept_s)
+    assert all(net.view(n).record(peer_id(6)) is None for n in range(5)), "most forget the few"
+    net.apart = lambda a, b: False
+    net.run_until(lambda: net.agree(list(range(7))), 60.0)
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_losing_a_fifth_of_all_messages_kills_nobody(seed: int) -> None:
     net = Net(seed, loss=0.2)

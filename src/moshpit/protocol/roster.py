@@ -35,6 +35,7 @@ from moshpit.wire.messages import Gossip, News, PeerRecord, Suspicion
 SPREAD_MAX: Final = 96  # guess: longer lists of records are not passed on as rumours
 REFUSALS_PER_MESSAGE_MAX: Final = 8  # guess: notices about one message
 VIA_PUBLISHED: Final = 3  # guess
+SOUGHT_MAX: Final = 64  # guess: peers on the other side of a long cut that are not forgotten
 ACCUSERS_MAX: Final = 4  # guess: names kept of those who suspect a peer
 
 _EXTRAPOLATED = ("samples", "rate", "step_s")
@@ -284,11 +285,21 @@ class Roster:
         return ripe
 
     def bury_for_good(self, now: float) -> None:
-        """Forget those who have been dead for long."""
+        """Forget those who have been dead for long.
+
+        Not if they are as many as the living, for then this may be the smaller side of a cut (or
+        half of it), which is to find the other when it heals, however late.
+        """
         while self.graves and self.graves[0][0] + self._config.dead_kept_s <= now:
+            sought = len(self.view.live) <= len(self.graves) <= SOUGHT_MAX
             since, peer = self.graves.popleft()
             entry = self.view.entries.get(peer)
-            if entry is not None and not entry.status.live and entry.since == since:
+            if entry is None or entry.status.live or entry.since != since:
+                continue
+            if sought and entry.status is Status.DEAD:
+                entry.since = now
+                self.graves.append((now, peer))
+            else:
                 self.view.forget(entry)
 
     def _say(self, code: str, entry: Entry, by: bytes | None = None) -> None:
