@@ -172,13 +172,14 @@ def _show_table(results: list[Result]) -> None:
     names = [finding.invariant for finding in results[0].findings]
     table = Table(box=None, pad_edge=False)
     outcomes = ("complete", "partial", "failed")
-    for column in ("seed", *names, "epochs", *outcomes, "stale", "healing", "virtual", "real"):
+    shown = ("epoch", "compl.", "part.", "fail", "stale", "heal", "virt. s", "real s")
+    for column in ("seed", *names, *shown):
         table.add_column(column, justify="right")
     for r in results:
         marks = ["[green]ok[/]" if f.ok else f"[bold red]{f.violations}[/]" for f in r.findings]
         counts = [str(r.rounds[name]) for name in outcomes]
         heals = "-" if r.heal_epochs is None else str(r.heal_epochs)
-        times = (f"{r.virtual_s:.0f} s", f"{r.real_s:.1f} s")
+        times = (f"{r.virtual_s:.0f}", f"{r.real_s:.1f}")
         table.add_row(str(r.seed), *marks, str(r.epochs), *counts, str(r.stale), heals, *times)
     output.stdout().print(table)
     failed = [str(result.seed) for result in results if not result.ok]
