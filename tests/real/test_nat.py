@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moshpit.identity.tickets import RunKey
-from moshpit.types import Address
+from moshpit.types import Address, Role
 
 from .gateway import forwarded, needs_gateway, upnp
 from .harness import Event, RealPeer
@@ -25,10 +25,15 @@ class Scene:
 
     def __init__(self, net: Internet) -> None:
         self.net = net
-        first = net.machine()
-        self.ticket = RunKey.generate().invite().ticket((Address(first.address, PORT),)).encode()
+        self._key = RunKey.generate()
+        self._first = net.machine()
+        self.ticket = self.invite(*Role)
         self.peers: list[RealPeer] = []
-        self.add(first)
+        self.add(self._first)
+
+    def invite(self, *roles: Role) -> str:
+        first = Address(self._first.address, PORT)
+        return self._key.invite(roles).ticket((first,)).encode()
 
     def add(self, at: Machine, *args: str) -> RealPeer:
         listen = () if "client" in args else ("--listen", f"0.0.0.0:{PORT}")
@@ -114,6 +119,23 @@ def test_peers_behind_routers_train_as_equals() -> None:
         role, addresses = records(hidden)[hidden.name]
         assert (role, addresses[0]) == ("worker", [two.address, PORT])
         assert records(client)[client.name][0] == "client"
+
+
+@pytest.mark.soak
+@needs_namespaces
+def test_who_cannot_become_a_client_says_what_to_do() -> None:
+    with scene() as there:
+        router = there.net.router()
+        there.add(there.net.machine())
+        aux = there.add(router.machine(), "--role", "aux")
+        there.ticket = there.invite(Role.WORKER)
+        worker = there.add(router.machine())
+        for peer in there.peers:
+            peer.joined()
+        assert "An aux peer is of no use like this. To be dialled" in noticed(aux, "unreachable")
+        assert "Its ticket allows no clients. To be dialled" in noticed(worker, "unreachable")
+        known = records(there.peers[0])
+        assert (known[aux.name][0], known[worker.name][0]) == ("aux", "worker")
 
 
 TAKE_A_PORT = """
