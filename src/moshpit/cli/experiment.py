@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from moshpit.cli import output
+from moshpit.cli.experiment_training import training
 from moshpit.cli.parse import human_s
 from moshpit.errors import ConfigError, MoshpitError
 
@@ -25,6 +26,8 @@ experiment_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
+
+experiment_app.command("training")(training)
 
 FINE, COARSE = 1e-9, 1e-4  # paper §4.1: averaged, and nearly so
 

@@ -15,6 +15,8 @@ from moshpit.experiments.section import Experiment
 CATALOGUE: dict[str, str] = {
     "averaging": "moshpit.experiments.averaging:section",
     "protocol": "moshpit.experiments.agreement:section",
+    "vision": "moshpit.experiments.comparison:section",
+    "language": "moshpit.experiments.preemptible:section",
 }
 """By name, where the function is: ``module:function``."""
 

@@ -20,7 +20,7 @@ from typing import Final, final
 import torch
 
 from moshpit.config import SwarmConfig
-from moshpit.errors import ConfigError
+from moshpit.errors import ConfigError, DriftError
 from moshpit.experiments.virtual import Machine, VirtualCluster, VirtualPeer
 from moshpit.training.optimizer import Optimizer
 from moshpit.training.strategies import Strategy
@@ -119,6 +119,7 @@ class Trial:
         looks: in the order of time.
         enough: the score that was aimed at.
         rising: whether more is better.
+        gave_up: peers that came and could not have the state that they needed.
         waited_share: the part of their time for which peers stood still for the swarm.
         bytes_carried: by all lines together.
         cpu_s: what it took here; the only figure that is not in virtual time.
@@ -127,6 +128,7 @@ class Trial:
     looks: tuple[Look, ...]
     enough: float
     rising: bool
+    gave_up: int
     waited_share: float
     bytes_carried: int
     cpu_s: float
@@ -166,6 +168,7 @@ class _Board:
         self._waited_before: dict[VirtualPeer, float] = {}
         self.began_s = 0.0
         self.samples = 0.0
+        self.lost = 0
         self.looks: list[Look] = []
 
     @property
@@ -184,6 +187,11 @@ class _Board:
             self.began_s = peer.clock()
             self.samples = 0.0
             self._look()
+
+    def gave_up(self, peer: VirtualPeer) -> None:
+        """A peer ends, since it cannot take part."""
+        self.lost += 1
+        self._peers.pop(peer, None)
 
     def waited_share(self) -> float:
         """Return for which part of their time peers stood still for the swarm."""
@@ -249,20 +257,23 @@ def run(task: Task, strategy: MakeStrategy, rate: float, setting: Setting) -> Tr
         with peer.join() as swarm:
             if setting.places[peer.index].at_s == 0.0:
                 swarm.wait_for_peers(board.first, MEETING_S)
-            torch.random.manual_seed(setting.seed)
+            torch.manual_seed(setting.seed)  # pyright: ignore[reportUnknownMemberType]
             model = task.model()
             inner = task.optimizer(model, rate)
             optimizer = Optimizer(
                 inner, swarm, strategy=strategy(), batch_size=setting.batch, model=model
             )
-            for step in itertools.count():
-                optimizer.zero_grad()
-                torch.autograd.backward(task.loss(model, peer.rng, setting.batch))
-                peer.compute(setting.step_s)
-                optimizer.step()
-                board.samples += setting.batch
-                if step == 0:
-                    board.ready(peer, model, optimizer)
+            try:
+                for step in itertools.count():
+                    optimizer.zero_grad()
+                    torch.autograd.backward(task.loss(model, peer.rng, setting.batch))
+                    peer.compute(setting.step_s)
+                    optimizer.step()
+                    board.samples += setting.batch
+                    if step == 0:
+                        board.ready(peer, model, optimizer)
+            except DriftError:  # all who had the state are gone, or cannot give it in time
+                board.gave_up(peer)
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -282,6 +293,7 @@ def run(task: Task, strategy: MakeStrategy, rate: float, setting: Setting) -> Tr
         looks=tuple(board.looks),
         enough=setting.enough,
         rising=setting.rising,
+        gave_up=board.lost,
         waited_share=waited_share,
         bytes_carried=cluster.wire.bytes_carried,
         cpu_s=time.process_time() - began,

@@ -131,10 +131,9 @@ class Script:
         try:
             if not self.killed:
                 self._function()
-        except Killed:
-            pass
         except BaseException as error:
-            self.error = error
+            if not self.killed:  # what a dead process stumbles over, nobody hears of
+                self.error = error
         finally:
             self.ended = True
             self._back.release()

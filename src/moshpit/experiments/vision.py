@@ -86,13 +86,18 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 @final
 class Digits(Task):
-    """Reading digits; the score is the share of the held-out images that are read right."""
+    """Reading digits; the score is the share of the held-out images that are read right.
+
+    Attributes:
+        held: (400, 1, 8, 8), the held-out images.
+    """
 
     def __init__(self) -> None:
         images, labels = digits()
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SPLIT_SEED))
         held, rest = order[:HELD_OUT], order[HELD_OUT:]
-        self._held = images[held], labels[held]
+        self.held = images[held]
+        self._held_labels = labels[held]
         self._images, self._labels = images[rest], labels[rest]
 
     def model(self) -> nn.Module:
@@ -112,6 +117,6 @@ class Digits(Task):
 
     def score(self, model: nn.Module) -> float:
         """See `Task.score`."""
-        images, labels = self._held
+        images, labels = self.held, self._held_labels
         with torch.no_grad():
             return (model(images).argmax(1) == labels).float().mean().item()
