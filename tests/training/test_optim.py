@@ -209,3 +209,76 @@ def test_a_state_taken_on_the_way_goes_on_from_where_it_began(memory_swarm):
 def test_a_local_rate_that_makes_no_sense_is_refused(rate):
     with pytest.raises(ConfigError, match="local_lr"):
         moshpit.GradientAveraging(8, local_lr=rate)
+
+
+class Classifier:
+    """One of four peers, each with the examples of some classes only."""
+
+    def __init__(self, peer, index, strategy):
+        rng = torch.Generator().manual_seed(0)
+        first, second = torch.randn(20, 32, generator=rng), torch.randn(32, 10, generator=rng)
+
+        def examples(n):
+            x = torch.randn(n, 20, generator=rng)
+            return x, (torch.tanh(x @ first) @ second).argmax(1)
+
+        x, y = examples(4096)
+        mine = y.argsort().chunk(4)[index]
+        self.x, self.y = x[mine], y[mine]
+        self.held_out = examples(2048)
+        torch.manual_seed(1)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(20, 64),
+            torch.nn.LayerNorm(64),
+            torch.nn.GELU(),
+            torch.nn.Linear(64, 10),
+        )
+        self.random = torch.Generator().manual_seed(100 + index)
+        inner = LAMB(self.model.parameters(), lr=0.1, weight_decay=0.01)
+        self.opt = moshpit.Optimizer(inner, peer, strategy, batch_size=8, model=self.model)
+
+    def steps(self):
+        for _ in range(8):
+            at = torch.randint(len(self.x), (8,), generator=self.random)
+            self.opt.zero_grad()
+            torch.nn.functional.cross_entropy(self.model(self.x[at]), self.y[at]).backward()
+            self.opt.step()
+
+    @torch.no_grad()
+    def loss(self):
+        x, y = self.held_out
+        return torch.nn.functional.cross_entropy(self.model(x), y).item()
+
+
+@pytest.fixture
+def one_thread():
+    """For tensors as small as these, more only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_lamb_converges_with_pseudo_gradients_where_averaged_parameters_do_not(
+    memory_swarm, together
+):
+    """What the paper saw: with LAMB plain averaging of parameters diverges. Each peer's own
+    statistics carry it along its own classes, in steps as long as its weights."""
+
+    def train(make):
+        peers = memory_swarm(4).peers
+        group = [Classifier(p, i, make()) for i, p in enumerate(peers)]
+        losses = [group[0].loss()]
+        for _ in range(16):
+            for c in group:
+                c.steps()
+            together(*[c.opt.finish for c in group])
+            losses.append(group[0].loss())
+        return losses
+
+    plain = train(lambda: moshpit.LocalSGD(1e9, overlap=False))
+    pseudo = train(lambda: moshpit.GradientAveraging(1e9, local_lr=0.2))
+    chance = math.log(10)
+    assert min(plain[-3:]) > chance, plain  # worse than saying nothing, and worse than before
+    assert max(pseudo[-3:]) < 0.75 * chance, pseudo
