@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import queue
 import shutil
 import signal
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from benchmarks import joining
@@ -23,11 +17,9 @@ from moshpit.identity.tickets import RunKey
 from moshpit.training.shelf import saved_in
 from moshpit.types import Address
 
-from .harness import free_port
+from .harness import Child, Event, free_port
 
 SCRIPT = Path(__file__).with_name("joiner.py")
-PATIENCE_S = 120.0  # only reached by a failing test
-Event = dict[str, Any]
 
 
 class Job:
@@ -56,64 +48,20 @@ class Job:
         """Have peers train on for some epochs and end; return what they say then."""
         last = max(peer.epoch for peer in peers) + after
         for peer in peers:
-            peer.tell(until=last)
+            peer.send(until=last)
         return [peer.expect("finished") for peer in peers]
 
 
-class Peer:
-    def __init__(self, command: list[str], errors: Path) -> None:
-        self._errors = errors
-        self.epoch = 0
-        with errors.open("w") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, str(SCRIPT), *command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-            )
-        self._events: queue.Queue[Event | None] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+class Peer(Child):
+    """A process of `joiner.py`."""
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            event = json.loads(line)
-            if event["event"] == "epoch":
-                self.epoch = event["epoch"]
-            self._events.put(event)
-        self._events.put(None)
+    def __init__(self, command: list[str], errors: Path) -> None:
+        super().__init__([sys.executable, str(SCRIPT), *command], errors)
 
     @property
-    def errors(self) -> str:
-        return self._errors.read_text()
-
-    def tell(self, **fields: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(fields) + "\n")
-        self.process.stdin.flush()
-
-    def expect(self, kind: str, *, epoch: int = 0, caught_up: int = 0) -> Event:
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            event = self._events.get(timeout=max(0.01, deadline - time.monotonic()))
-            assert event is not None, f"it ended while {kind!r} was awaited:\n{self.errors}"
-            if (
-                event["event"] == kind
-                and event.get("epoch", 0) >= epoch
-                and event.get("caught_up", 0) >= caught_up
-            ):
-                return event
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._reader.join()
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            with contextlib.suppress(OSError):
-                stream.close()
+    def epoch(self) -> int:
+        """The newest that it has told."""
+        return self.latest.get("epoch", {"epoch": 0})["epoch"]
 
 
 @contextlib.contextmanager
@@ -318,10 +266,7 @@ def test_a_joiner_whose_donors_are_all_gone_waits_for_one_from_a_checkpoint(
         only.process.send_signal(signal.SIGSTOP)
         assert "caught up" not in late.errors, "it was too fast for this test"
         only.process.kill()
-        deadline = time.monotonic() + PATIENCE_S
-        while "are gone: waiting for somebody who has it" not in late.errors:
-            assert time.monotonic() < deadline, late.errors
-            time.sleep(0.05)
+        late.said("are gone: waiting for somebody who has it")
         again = running.at_contact("--seed", "9", "--resume", *long)
         assert again.expect("begins")["epoch"] >= 2
         late.expect("epoch", epoch=2, caught_up=1)
