@@ -208,6 +208,21 @@ def test_silence_of_all_is_a_failure_in_time(how: str) -> None:
     assert bench.fetch.ended
 
 
+@pytest.mark.parametrize("lost", ["ask", "offer"])
+def test_what_was_lost_on_the_way_is_asked_for_again(lost: str) -> None:
+    donors = alike(1, offers=False)
+    bench = Bench(donors)
+    bench.run()
+    donors[peer(1)].offers = True
+    bench.pass_time(statesync.REMIND_S - 1.0)
+    assert bench.result is None, "it has promised one, and has its time"
+    donors[peer(1)].coming = lost == "ask"  # a donor that has heard of it before says no more
+    bench.pass_time(2.0)
+    assert isinstance(bench.result, Fetched)
+    assert bench.now < statesync.OFFER_S
+    assert bench.notices == []
+
+
 def test_refusals_lead_to_the_next_donors() -> None:
     donors = alike(statesync.DONORS_MAX + 2, coming=False, offers=False)
     bench = Bench(donors)

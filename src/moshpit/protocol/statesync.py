@@ -7,6 +7,7 @@ donor's manifest says which; any peer may give any piece. `StateFetch`
   snapshot when their training comes to a place for it, and offer it;
 - fetches the manifest of the newest offer, piece by piece, and then what it names, from all
   who have made an offer: each piece from one donor at a time, a few pieces under way with each;
+- asks again those that have promised an offer, now and then: what they have said may be lost;
 - goes on with others where a donor dies, keeps silent, refuses, or lacks a piece. What has
   come stays. Where nobody has the rest of a state any more, another offer takes its place;
 - goes where a donor sends it (`StateElsewhere`): to a *fellow*, which fetches the same and was
@@ -45,6 +46,7 @@ DONORS_MAX: Final = 4  # guess: more bring little on one link, and each takes a 
 WINDOW: Final = 4  # guess: pieces under way with one donor, 2 MB
 ANSWER_S: Final = 3.0  # guess: an answer needs no training step
 OFFER_S: Final = 120.0  # guess: a step, and the hashing of some gigabytes
+REMIND_S: Final = 10.0  # guess: an ask or its offer may have gone with a connection
 STALL_S: Final = 5.0  # guess: for a window of pieces beside an averaging on a thin link
 FELLOW_STALL_S: Final = 15.0  # guess: it may wait for the piece itself
 STALLS_MAX: Final = 2
@@ -202,6 +204,7 @@ class StateFetch:
             case StateElsewhere(hashes=hashes, holder=holder) if not donor.fellow:
                 self._sent_on(donor, _taken_back(donor, hashes), holder, now)
             case StateRefused(seq=seq) if seq == donor.seq:
+                donor.refused = True
                 self._give_up(donor)
             case _:
                 return effects
@@ -271,6 +274,9 @@ class StateFetch:
                 if silent_s > (OFFER_S if donor.coming else ANSWER_S):
                     effects.append(Emit(Notice("state-silent", peer, "it promised no state")))
                     self._give_up(donor)
+                elif donor.coming and now - max(donor.heard, donor.reminded) > REMIND_S:
+                    donor.reminded = now
+                    effects.append(Send(peer, StateAsk(donor.seq, self._shares)))
             elif donor.flying and silent_s > (patience_s := _patience_s(donor)):
                 donor.stalls += 1
                 self._let_go(donor)
@@ -297,12 +303,14 @@ class StateFetch:
         """A donor sends this peer to another for pieces, which are asked of it again otherwise."""
         donor.heard = now
         fellow = self._donors.get(PeerId(holder))
+        if fellow is not None and fellow.refused:  # it has no state of its own to give
+            fellow = None
         if fellow is None and self._reach is not None and self._reach(PeerId(holder)):
             fellows = sum(source.fellow for source in self._donors.values())
             if fellows < FELLOWS_MAX:
                 fellow = self._donors[PeerId(holder)] = Source(0, now, fellow=True)
         for piece in pieces:
-            if fellow is not None and fellow.gives and piece not in fellow.lacks:
+            if fellow is not None and fellow.fellow and fellow.gives and piece not in fellow.lacks:
                 fellow.owed[piece] = None
             else:
                 self._wishes.release((piece,))

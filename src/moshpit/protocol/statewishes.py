@@ -39,6 +39,8 @@ class Source:
     lacks: dict[bytes, None] = field(default_factory=dict[bytes, None])
     idle_since: float | None = None
     stalls: int = 0
+    reminded: float = 0.0
+    refused: bool = False
     out: bool = False
 
     @property
