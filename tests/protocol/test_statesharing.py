@@ -36,6 +36,7 @@ from moshpit.wire.transfer import (
     StateElsewhere,
     StateLack,
     StateOffer,
+    StateRefused,
     StateWant,
 )
 
@@ -87,7 +88,7 @@ class World:
     def join(self, number: int, *, at: float = 0.0, shares: bool = True, **what: bool) -> Joiner:
         me = peer(100 + number)
         fetch = StateFetch(
-            list(self.donors),
+            [*self.donors, *self.joiners],  # from outside, joiners that listen look like donors
             piece_bytes_max=PIECE_BYTES,
             epoch_min=0,
             rng=Random(number),
@@ -143,6 +144,8 @@ class World:
                 self.shared(me, joiner, joiner.sharing.wanted(sender, message.hashes, self.now))
             elif isinstance(message, StateDone):
                 joiner.sharing.lost(sender)
+            elif isinstance(message, StateAsk):
+                self.send(me, sender, StateRefused(message.seq, "no-state"))
             else:
                 self.took(me, joiner, joiner.fetch.received(sender, message, self.now))
         elif kind == "piece":

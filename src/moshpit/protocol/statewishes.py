@@ -41,6 +41,7 @@ class Source:
     stalls: int = 0
     reminded: float = 0.0
     refused: bool = False
+    refused: bool = False
     out: bool = False
 
     @property
