@@ -28,6 +28,7 @@ from moshpit.types import PeerId, short
 PART_BITS: Final = 12  # a ring of 2000 peers
 ROUND_SHIFT: Final = 44  # 32 bits for steps, and 19 for musters
 ROUNDS_MAX: Final = 1 << 19
+JUMP_MAX: Final = 1000  # guess: more musters than one can have missed; numbers must not run out
 SLICE_S: Final = 0.1  # guess: how soon who waits in vain looks for a muster
 _BASE: Final = 1 << 20  # float32 holds integers up to 2**24
 _NUMBERS: Final = 8
@@ -282,7 +283,7 @@ class Muster:
     def _read(self, parcel: Parcel) -> _Call | None:
         """Read a call, and note who has finished."""
         call = _Call.of(parcel.vector)
-        if call is None:
+        if call is None or (self._last and call.round > self._round + JUMP_MAX):
             return None
         if call.round == _FAREWELL:
             if call.last >= self._rounds.get(parcel.sender, 0):
