@@ -75,6 +75,11 @@ class Averaging:
         self.reports.append(report)
         return report
 
+    def weigh(self, weight: float | None) -> None:
+        """Change what this peer's value weighs, before its first round; None, or nothing: no."""
+        if weight is not None and any(self.masses):
+            self.masses = [weight] * len(self.masses)
+
     def together(self, me: PeerId) -> tuple[Sequence[PeerId], bool]:
         """Return who has made the mean, sorted by id, and whether that is known for sure: of a
         grid's other rows a peer knows only who was to come. Nobody: it is not the mean of all."""

@@ -244,11 +244,20 @@ class Merging:
             self._lineage.gave(epoch, request.weight - request.earlier)
             self._count()
 
+    def weighs(self, request: BeginAveraging, epoch: int, now: float) -> float | None:
+        """Return what a snapshot weighs that was taken before its peer heard of the merging, now
+        that its first group is there; None: what it says."""
+        if request.merges or request.always_weighs or request.weight <= 0:
+            return None
+        self.look(epoch, now)
+        return self.past  # with what this snapshot gives
+
     def ended(self, epoch: int, company: Sequence[PeerId], sure: bool = False) -> None:
         """An averaging with these peers has ended; ``sure``: none of them was lost on the way.
         Nobody: it was none of all, as when a pause of this process has interrupted it. That makes
         no side of anybody."""
         self._averaged, self._missed = True, 0
+        self._judge()  # by what was before
 
         def here(peer: PeerId) -> bool:
             return sure or peer == self._me or self._view.reachable(peer)

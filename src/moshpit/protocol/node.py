@@ -328,6 +328,9 @@ class Node:
         assert current is not None
         formed, seat, climb = ready.formed, ready.seat, current.climb
         group = GroupId(formed.group)
+        if climb is None and current.axis == 0:
+            weight = self._merging.weighs(current.request, self.epoch, now)
+            current.weigh(weight)
         masses = current.masses if climb is None else climb.masses()
         machine = AllReduce(formed, seat, masses, self._signer, self._config.round, now)
         running = RunningRound(machine, formed, seat)
