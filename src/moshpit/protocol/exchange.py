@@ -21,7 +21,7 @@ from moshpit.protocol.view import BUCKETS, Entry
 from moshpit.types import PeerId
 from moshpit.wire.messages import Difference, Digest, Gossip, Message, News, Outline
 
-DIRECT_MAX: Final = 32  # guess: so many records travel without an outline first
+DIRECT_MAX: Final = 8  # guess: so many records travel without an outline first
 SHORT_BYTES: Final = 6  # of a record's hash: two of a bucket's alike are one in 10^10
 DIGESTS_MAX: Final = 1024  # guess: digests sent whose answers are remembered to be due
 ASKED_MAX: Final = 32_768  # guess: records asked for that are remembered to be due
