@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from moshpit.baselines.kinds import Kind
-from moshpit.baselines.world import SLICE_S, Muster, Regroup, World, too_few
+from moshpit.baselines.world import SLICE_S, Muster, Regroup, World, too_few, workers
 from moshpit.errors import ConfigError, WaitTimeoutError
 from moshpit.training.parcels import Parcels, ParcelSwarm
 from moshpit.training.strategies.base import Closure, Handle, Layouts, Snapshot, Strategy
@@ -127,7 +127,7 @@ class Baseline(Strategy):
         """
         since = self.swarm.clock()
         while not self._gathered:
-            here = len(self.swarm.peers_now())
+            here = len(workers(self.swarm))
             self._gathered = here >= self._peers
             if self.swarm.clock() - since > self._patience_s:
                 raise WaitTimeoutError(too_few(here, self._peers, self._patience_s))

@@ -11,7 +11,7 @@ import torch
 from moshpit.baselines import handover
 from moshpit.baselines.base import PATIENCE_S, Baseline, Synchronous
 from moshpit.baselines.kinds import Kind
-from moshpit.baselines.world import World
+from moshpit.baselines.world import World, workers
 from moshpit.errors import PeerLostError, RemoteError, WaitTimeoutError
 from moshpit.tensors.parcel import Parcel
 from moshpit.training.parcels import Parcels
@@ -172,10 +172,10 @@ class ADPSGD(Baseline):
         with self._lock:
             assert self._x is not None, "made above"
             self._x += moved
-        present = self.swarm.peers_now()
+        present = workers(self.swarm)
         self._seek(present)
         self._set(self._current())
-        self._counted(samples * max(1, len(present)))
+        self._counted(samples * len(present))
 
     def _current(self) -> torch.Tensor:
         with self._lock:
@@ -191,7 +191,7 @@ class ADPSGD(Baseline):
             late = now - self._asked_at > self._patience_s
             if self._pending is not None and (late or self._pending[1] not in present):
                 self._pending = None
-        if me in passive or me not in present or not passive or self._pending is not None:
+        if me in passive or not passive or self._pending is not None:
             return
         partner = self._rng.choice(passive)
         self._number += 1

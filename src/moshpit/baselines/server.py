@@ -11,7 +11,7 @@ import torch
 from moshpit.baselines import handover
 from moshpit.baselines.base import PATIENCE_S, Synchronous
 from moshpit.baselines.kinds import Kind
-from moshpit.baselines.world import World
+from moshpit.baselines.world import World, workers
 from moshpit.errors import PeerLostError, RemoteError, WaitTimeoutError
 from moshpit.tensors.parcel import Parcel
 from moshpit.training.parcels import Parcels
@@ -82,7 +82,7 @@ class ParameterServer(Synchronous):
         if self.asynchronous:
             self._gather()
             self._push_and_pull(gradient, weight)
-            self._counted(samples * max(1, len(self.swarm.peers_now())))
+            self._counted(samples * len(workers(self.swarm)))
             return
         self._gone = False
         total = self._together(lambda world: self._in_step(world, gradient, weight))
@@ -143,7 +143,7 @@ class ParameterServer(Synchronous):
         since = self.swarm.clock()
         try:
             while True:
-                server = self.swarm.peers_now()[0]
+                server = workers(self.swarm)[0]
                 if server == self.swarm.peer_id:
                     with self._lock:
                         if weight > 0:

@@ -241,11 +241,6 @@ class Muster:
         return later
 
     def _tell(self, members: Sequence[PeerId], front: int) -> None:
-        if self._swarm.peer_id not in members:
-            raise ConfigError(
-                "this peer is not among the workers that others can dial; baselines need that "
-                "(see docs/howto/behind-a-router.md)"
-            )
         call = _Call(self._round, _name(members), front, self._last).vector()
         for peer in members:
             if peer != self._swarm.peer_id:
@@ -294,7 +289,7 @@ class Muster:
         return call
 
     def _present(self) -> list[PeerId]:
-        return [peer for peer in self._swarm.peers_now() if peer not in self._finished]
+        return [peer for peer in workers(self._swarm) if peer not in self._finished]
 
     def finish(self) -> None:
         """Say that this peer makes no more steps: nobody is to wait for it. If it does make
@@ -314,6 +309,21 @@ class Muster:
             f"the peers do not agree on who is here after {self._patience_s:g} s; nothing was "
             f"heard of {', '.join(silent) or 'nobody'}"
         )
+
+
+def workers(swarm: ParcelSwarm) -> list[PeerId]:
+    """Return who trains the same, sorted by id.
+
+    Raises:
+        ConfigError: this peer is not among them.
+    """
+    present = swarm.peers_now()
+    if swarm.peer_id not in present:
+        raise ConfigError(
+            "this peer is not among the workers that others can dial, and baselines need that; "
+            "see docs/howto/behind-a-router.md"
+        )
+    return present
 
 
 def too_few(here: int, wanted: int, waited_s: float) -> str:
