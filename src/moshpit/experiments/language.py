@@ -34,7 +34,8 @@ LAYERS: Final = 3  # the same one, so often
 HEADS: Final = 4
 INNER: Final = 128
 REACH: Final = 7  # characters that the convolution sees; so it also tells places apart
-HELD_OUT: Final = 0.05
+BLOCK_CHARS: Final = 1000
+HELD_EVERY: Final = 20  # blocks: all parts of the text are in what is held out
 HELD_BATCH: Final = 256
 TEXT_CHARS_MAX: Final = 520_000  # parsing more of the library takes longer than it helps
 DOCSTRING_CHARS_MIN: Final = 200
@@ -116,11 +117,10 @@ class MaskedText(Task):
     """Guessing hidden characters; the score is the loss on held-out text, in nats a character."""
 
     def __init__(self) -> None:
-        number = {char: index for index, char in enumerate(ALPHABET)}
-        letters = torch.tensor([number[char] for char in text()], dtype=torch.int64)
-        cut = int(len(letters) * (1.0 - HELD_OUT))
-        self._letters = letters[:cut]
-        held = letters[cut:]
+        place = {char: index for index, char in enumerate(ALPHABET)}
+        letters = torch.tensor([place[char] for char in text()], dtype=torch.int64)
+        block = torch.arange(len(letters)) // BLOCK_CHARS % HELD_EVERY
+        self._letters, held = letters[block != 0], letters[block == 0]
         rng = Random(0)
         self._held = self._draw(held, rng, HELD_BATCH)
 

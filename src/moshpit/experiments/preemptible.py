@@ -48,6 +48,7 @@ ROOM_GBIT_S: Final = 100.0  # within one machine or one rack; a stated choice
 NEAR_S, FAR_S = 0.0001, 0.05  # one way to the middle: a room, continents; a stated choice
 GROUP_SIZE: Final = 8  # paper §4.3
 PIECE_BYTES: Final = 16 << 10
+NORM_MAX: Final = 1.0  # of the mean gradient, as usual for such models
 LOOK_STEPS: Final = 0.5  # looks per step of the reliable fleet
 
 
@@ -168,7 +169,9 @@ def run(plan: Plan) -> Trial:
     """Run one plan."""
 
     def strategy() -> Strategy:
-        return GradientAveraging(target_batch_size=plan.target, codec="float16")
+        return GradientAveraging(
+            target_batch_size=plan.target, max_grad_norm=NORM_MAX, codec="float16"
+        )
 
     return trials.run(MaskedText(), strategy, plan.rate, setting_of(plan))
 
