@@ -113,8 +113,10 @@ def never_still(record: Record) -> list[str]:
 
 
 def longest_gap(record: Record) -> tuple[float, float]:
-    """Return the longest time without a new epoch anywhere, and when it began."""
-    times = sorted(e["at"] for life in record.lives for e in life.all_of("epoch"))
+    """Return the longest time without a new epoch anywhere, and when it began. Where everybody was
+    killed, it counts anew from when somebody trains again: processes start as they can."""
+    told = [e for life in record.lives for e in life.events]
+    times = sorted(e["at"] for e in told if e["event"] in ("epoch", "training"))
     edges = [record.began, *(t for t in times if t > record.began)]
     return max(((b - a, a) for a, b in pairwise(edges)), default=(0.0, 0.0))
 
