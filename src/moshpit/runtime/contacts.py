@@ -72,7 +72,7 @@ class Contacts:
         for address, result in zip(self._addresses, results, strict=True):
             if isinstance(result, MoshpitError):
                 errors.append(result)
-                if address not in self._failed:
+                if address not in self._failed and not _doubled([result]):
                     self._failed[address] = None
                     detail = f"{result}; trying again until somebody is found"
                     self._tell(Notice("contact-failed", None, detail))
