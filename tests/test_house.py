@@ -162,7 +162,13 @@ def arrows(path: Path) -> Iterator[str]:
         if target is None or target == source:
             continue
         down = RANK[target] < RANK[source] or (source, target) in SIDEWAYS
-        if target == "" and source in ("cli", "dashboard", "experiments", "integrations", "metrics"):
+        if target == "" and source in (
+            "cli",
+            "dashboard",
+            "experiments",
+            "integrations",
+            "metrics",
+        ):
             down = True  # these stand on the public names, like any user
         reason = FORBIDDEN.get((source, target))
         if {source, target} == {"runtime", "sim"}:
