@@ -11,6 +11,7 @@
 #   make clean   remove the virtual environment and all caches
 #
 # Variables: PYTHON (which interpreter makes the environment), VENV (where it goes),
+# JOBS (tests side by side: most of their time they wait for processes of their own),
 # ARGS (more arguments for pytest, the demo or chaos: make test ARGS="-k ticket");
 # SEED, PEERS and SECONDS of a chaos run: make chaos SEED=7 PEERS=16 SECONDS=600.
 #
@@ -23,6 +24,7 @@
 # to plain "2.13.0". On macOS and Windows the default is the CPU build already.
 
 VENV ?= .venv
+JOBS ?= 2
 ARGS ?=
 SEED ?= 1
 PEERS ?= 8
@@ -37,6 +39,7 @@ endif
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+TEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 .PHONY: help demo test check soak chaos experiments format docs clean install
 .DELETE_ON_ERROR:
@@ -51,14 +54,14 @@ demo: $(VENV)/.stamp-demo
 install: $(VENV)/.stamp-dev
 
 test: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(TEST) $(ARGS)
 
 check: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -q tests/test_house.py
-	$(BIN)/python -m pytest $(ARGS)
+	$(TEST) $(ARGS)
 
 soak: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest -m "soak or hypothesis" --timeout 3600 $(ARGS)

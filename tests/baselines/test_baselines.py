@@ -170,7 +170,9 @@ def test_without_gradients_all_come_to_the_mean_or_to_one_model(kind, size, parc
     expected = {"all-reduce": 0.0, "local-all-reduce": 0.0, "server": 0.0, "server-async": 0.0}
     for t in group:
         torch.testing.assert_close(t.x(), torch.full((NUMEL,), expected.get(kind, mean)))
-    assert spread < 0.05
+    # Who is asynchronous may have made all its steps before the others began.
+    begun = torch.arange(size).float().var().item()
+    assert spread < (begun if kind.startswith("adpsgd") else 0.05)
 
 
 @every

@@ -289,6 +289,7 @@ def test_peers_may_share_a_directory(trainer: Train, tmp_path: Path) -> None:
     assert torch.rand(1) != drawn, "the random generators stay each peer's own"
 
 
+@pytest.mark.soak
 def test_two_real_peers_start_again_at_the_newest_epoch(
     trainer: Train, tmp_path: Path, together: Any
 ) -> None:
