@@ -121,8 +121,14 @@ class TcpBench(Bench):
         self.relays: dict[PeerId, Relay] = {}
         self.transports: list[TcpTransport] = []
 
-    async def party(self, *, listens: bool = True, config: TransportConfig | None = None) -> Party:
-        key = PeerKey.generate()
+    async def party(
+        self,
+        *,
+        listens: bool = True,
+        config: TransportConfig | None = None,
+        key: PeerKey | None = None,
+    ) -> Party:
+        key = key or PeerKey.generate()
         config = replace(config or QUICK, **self.options)
         admission = self.ticket.admit(key.peer)
         listen = Address(self.host, 0) if listens else None

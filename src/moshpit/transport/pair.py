@@ -51,7 +51,7 @@ class BulkPair:
 
     Attributes:
         peer: the other one.
-        address: where its control connection was dialled, if it was; tried first.
+        address: where the process that it is now was dialled, if it was; tried first.
         peer_listens: whether it can be dialled, as far as it said.
         congestion: the congestion control that its connections ask for.
     """
@@ -73,6 +73,7 @@ class BulkPair:
         self._lossy = 0  # looks in a row that found losses and no queue
         self._wanted = False
         self._faults = 0
+        self._abandoned = False  # a connection was, and nobody has been told
         self._ended: str | None = None  # why, while it is not clear whether the peer has left
 
     # --- use ------------------------------------------------------------------------------
@@ -122,6 +123,22 @@ class BulkPair:
             else:
                 link.abort()
         return closing
+
+    def abandon(self) -> None:
+        """Another process has taken the peer's place: close what leads to its predecessor."""
+        wanted = self._wanted
+        self._abandoned = bool(self.close())
+        self._wanted = wanted
+        self._faults = 0
+
+    def begin_again(self) -> None:
+        """The control connection to the other process is up: open what was wanted."""
+        abandoned, self._abandoned = self._abandoned, False
+        if self._wanted:
+            self._open_missing()
+            self._watch()
+        if abandoned:
+            self._context.handler.bulk_reset(self.peer)
 
     def _links(self) -> list[BulkLink]:
         return [s.link for s in self._stripes if s.link is not None]

@@ -39,6 +39,24 @@ class PeerState:
         link = self.link
         return link if link is not None and link.alive and not self.draining else None
 
+    def meet(self, proved: Proved, address: Address | None) -> bool:
+        """Note who is at the other end of a new link, dialled at ``address`` or not dialled.
+
+        Returns:
+            Whether it is another process than before: what led to that one is forgotten, since
+            one that hangs is connected to, and accepts connections, as if it lived.
+        """
+        replaced = self.proved is not None and self.proved.instance != proved.instance
+        if replaced:
+            self.pair.abandon()
+            self.address = None
+        self.proved, self.address = proved, address or self.address
+        self.farewell, self.draining = "", False
+        self.stats.rtt_s = proved.rtt_s
+        self.pair.address, self.pair.peer_listens = self.address, proved.listens
+        self.pair.control_renewed()
+        return replaced
+
     def change(self) -> None:
         """The link came or went, or a proof ended: wake who waits for that."""
         waiters, self.waiters = self.waiters, []

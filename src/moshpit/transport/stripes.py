@@ -1,9 +1,10 @@
 """One of the parallel bulk connections between two peers: who opens it, and how.
 
 One of the two dials: the one that can; where both can, the lower id. The other asks for it over
-control (`BulkAsk`). A dialer that cannot get through asks the other to try (``reversed``). So
-two peers never open connections against each other, and each new one replaces the old of the
-same number. Each has fresh keys.
+control (`BulkAsk`). A dialer that cannot get through, or whom nobody answers (a process that
+hangs still has its kernel accept), asks the other to try (``reversed``). So two peers never open
+connections against each other, and each new one replaces the old of the same number. Each has
+fresh keys.
 """
 
 from __future__ import annotations
@@ -239,34 +240,37 @@ class Stripe:
     async def _open(self, *, reversed_roles: bool = False) -> None:
         """Dial and open; the other side tries if this one cannot get through."""
         context = self._context
-        failure: Exception | None = None
+        failure: Exception = OSError("it has no address that can be dialled")
+        answered = True
+        failed: list[str] = []  # tried last
         for _ in range(OPENINGS_MAX):
             try:
                 sock, where = await connect_any(
-                    self._owner.dial_addresses(),
+                    sorted(self._owner.dial_addresses(), key=lambda a: str(a) in failed),
                     context.config.dial_timeout_s,
                     self._owner.congestion,
                 )
             except OSError as error:
-                self._opening = None
-                if context.listens and not reversed_roles:
-                    self._ask(reversed_roles=True)
-                    return
-                context.send(self._peer, BulkRefused("unreachable", self.index))
-                refused = isinstance(error, ConnectionRefusedError)
-                self._owner.stripe_failed(self, refused, f"no bulk connection: {error}")
-                return
+                failure, answered = error, False
+                break
             try:
                 link = await self._knock(sock, where)
-            except (OSError, TimeoutError, RemoteError) as error:
-                failure = error
+            except (OSError, RemoteError) as error:  # TimeoutError is an OSError
+                failure, answered = error, not isinstance(error, TimeoutError)
+                failed.append(where)
                 continue
             self._opening = None
             self._up(link, sock)
             return
         self._opening = None
+        if not answered and context.listens and not reversed_roles:
+            self._ask(reversed_roles=True)
+            return
+        if not answered:
+            context.send(self._peer, BulkRefused("unreachable", self.index))
+        refused = isinstance(failure, ConnectionRefusedError)
         detail = str(failure) or "it did not open in time"
-        self._owner.stripe_failed(self, False, f"no bulk connection: {detail}")
+        self._owner.stripe_failed(self, refused, f"no bulk connection: {detail}")
 
     async def _knock(self, sock: socket.socket, where: str) -> BulkLink:
         """Offer keys over control and open the connection by them; owns the socket."""

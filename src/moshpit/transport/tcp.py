@@ -344,10 +344,7 @@ class TcpTransport(Transport):
         state.dialling = self._own(self._dial_peer(state))
 
     def _addresses(self, state: PeerState) -> list[Address]:
-        addresses = list(self._handler.addresses_of(state.peer))
-        if state.address is not None and state.address not in addresses:
-            addresses.insert(0, state.address)
-        return addresses[:ADDRESSES_TRIED]
+        return state.pair.dial_addresses()[:ADDRESSES_TRIED]
 
     async def _dial_peer(self, state: PeerState) -> None:
         """Try a peer's addresses, once each; `on_lost` if none leads to it."""
@@ -382,12 +379,8 @@ class TcpTransport(Transport):
             old.abort()
         self._owners[link] = state
         link.where = short(state.peer)
-        state.proved, state.address = proved, address or state.address
-        state.farewell, state.draining = "", False
+        replaced = state.meet(proved, address)
         state.used_at = self._loop.time()
-        state.stats.rtt_s = proved.rtt_s
-        state.pair.address, state.pair.peer_listens = state.address, proved.listens
-        state.pair.control_renewed()
         self._remember(state.peer)
         for frame in state.queue:
             link.send(frame)
@@ -396,6 +389,8 @@ class TcpTransport(Transport):
         link.open(self)
         state.change()
         self._handler.on_link(state.peer, proved.admission)
+        if replaced:
+            state.pair.begin_again()
         state.pair.control_answered()
         self.make_room()
 
