@@ -22,7 +22,7 @@ import torch
 
 import moshpit
 from moshpit.cli.demo_model import Batches, CharTransformer, corpus, loss_of, save_weights
-from moshpit.events import RoundReport
+from moshpit.events import EpochReport
 from moshpit.protocol.matchmaking import HOLD_MARGIN_S, JOINS_MAX
 from moshpit.training.strategies import Strategy
 from moshpit.types import short
@@ -93,9 +93,13 @@ class Pacer:
         time.sleep(max(0.0, self._due - now))
 
 
-def promised_s(rounds: tuple[RoundReport, ...]) -> float:
-    """Return how long an averaging may take, by what its groups have promised."""
-    return sum(MEETING_S + (r.deadline_s if not r.span else 0.0) for r in rounds)
+def promised_s(report: EpochReport) -> float:
+    """Return how long an averaging may take, by what its groups have promised.
+
+    A search that ends since the swarm has gone on is in no round's report.
+    """
+    search_s = MEETING_S if report.stale else 0.0
+    return search_s + sum(MEETING_S + (r.deadline_s if not r.span else 0.0) for r in report.rounds)
 
 
 class Trainer:
@@ -146,12 +150,12 @@ class Trainer:
         new = self.optimizer.last_report
         promise = 0.0
         if new is not None and new is not report:
-            promise += promised_s(new.rounds)
+            promise += promised_s(new)
             say(
                 "averaged",
                 began=time.monotonic() - new.seconds,
                 seconds=new.seconds,
-                promised_s=promised_s(new.rounds),
+                promised_s=promised_s(new),
                 epoch=new.epoch,
                 outcome=new.outcome.value,
                 stale=new.stale,
