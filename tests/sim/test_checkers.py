@@ -184,3 +184,22 @@ def test_a_node_that_is_not_tampered_with_is_sound() -> None:
 def test_what_is_wrong_is_seen(kind: type[Broken], invariant: str, words: str) -> None:
     found = verdicts(kind)
     assert words in found[invariant]
+
+
+def test_relapses_are_single_averagings(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = load("churn")
+    swarm = msgspec.structs.replace(scenario.swarm, peers=4)
+    world = World(msgspec.structs.replace(scenario, swarm=swarm, churn=None), 0)
+    world.run()
+    checkers, live = world.checkers, [p for p in world.processes if p.host.process is p]
+    verdict = checkers.verdicts["L2"]
+    assert verdict.ok
+    assert max(checkers._epochs) > 8
+    for relapses, apart, found in [
+        (0, [5], 1), (1, [5], 0), (1, [5, 6], 1), (1, [5, 7], 1), (2, [5, 7], 0), (2, [5, 6], 1)
+    ]:  # fmt: skip
+        checkers._checks = msgspec.structs.replace(scenario.checks, relapses=relapses)
+        monkeypatch.setattr(checkers, "spread", lambda epoch, apart=apart: float(epoch in apart))
+        verdict.violations = 0
+        checkers.finish(world.schedule.now, live, 0, True)
+        assert verdict.violations == found, (relapses, apart)

@@ -209,6 +209,9 @@ class Checks(_Table, frozen=True):
     """L2: after the last fault one view, one epoch, no spread."""
     heal_epochs: int = 3
     """How many epochs that may take."""
+    relapses: int = 0
+    """How many averagings after that, never two in a row, may leave peers apart again: where
+    packets are lost all the time, faults never stop."""
     spread_max: float = 1e-9
     """The spread at the end, relative to the largest value."""
     time_limit_s: float = 600.0
