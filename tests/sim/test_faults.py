@@ -70,14 +70,17 @@ def test_broken_contributions_are_refused_by_name(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "seed", "peers"), [("joiners", 1000, None), ("nat", 1009, 7), ("storm", 641, 12)]
+    ("name", "seed", "peers"),
+    [("joiners", 1000, None), ("nat", 1009, 7), ("storm", 641, 12), ("storm", 1237, 12)],
 )
 def test_seeds_that_were_red(name: str, seed: int, peers: int | None) -> None:
     """What was wrong:
 
     - joiners 1000: who held an averaging back, to merge sides, wanted ticks without end;
     - nat 1009: clients, all whose reducers had died, were expected to average;
-    - storm 641: packets that were lost long after all had healed were expected to do no harm.
+    - storm 641: packets that were lost long after all had healed were expected to do no harm;
+    - storm 1237: who had fetched its state on a side that was cut off, and behind, was expected
+      in the other side's next epoch.
     """
     result = run(load(name), seed, peers)
     assert result.ok, [f.first for f in result.findings if not f.ok]
