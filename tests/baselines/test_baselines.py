@@ -30,6 +30,7 @@ BASELINES = {
     "dpsgd": DPSGD,
     "adpsgd": ADPSGD,
     "adpsgd-waiting": lambda n, **how: ADPSGD(n, overlap=False, **how),
+    "adpsgd-free": lambda n, **how: ADPSGD(n, atomic=False, **how),
     "server": ParameterServer,
     "server-async": lambda n, **how: ParameterServer(n, asynchronous=True, **how),
 }
@@ -453,7 +454,7 @@ def test_dpsgd_takes_its_gradient_before_it_mixes(parcel_swarm, together):
 
 def test_adpsgd_pairs_an_active_peer_with_a_passive_one_at_once(parcel_swarm):
     swarm = parcel_swarm(2)
-    active, passive = trainers(swarm, "adpsgd", lr=0.0)
+    active, passive = trainers(swarm, "adpsgd-free", lr=0.0)
     active.model.first.data.fill_(4.0)
     passive.step()
     before = passive.strategy._x.clone()
@@ -466,7 +467,7 @@ def test_adpsgd_pairs_an_active_peer_with_a_passive_one_at_once(parcel_swarm):
 
 def test_adpsgd_applies_stale_gradients_to_the_newest_parameters(parcel_swarm):
     swarm = parcel_swarm(2)
-    active, passive = trainers(swarm, "adpsgd", lr=0.5)
+    active, passive = trainers(swarm, "adpsgd-free", lr=0.5)
     passive.step()
     active.step()
     passive.model().backward()  # at its own parameters
@@ -480,7 +481,10 @@ def test_adpsgd_applies_stale_gradients_to_the_newest_parameters(parcel_swarm):
 
 def test_adpsgd_gives_up_a_partner_that_is_dead_or_silent(parcel_swarm):
     swarm = parcel_swarm(3)
-    group = [Trainer(p, ADPSGD(1e9, patience_s=600.0), i) for i, p in enumerate(swarm.peers)]
+    group = [
+        Trainer(p, ADPSGD(1e9, atomic=False, patience_s=600.0), i)
+        for i, p in enumerate(swarm.peers)
+    ]
     swarm.peers[1].parcels.handlers.clear()  # it is there, but silent
     group[0].step()
     pending = group[0].strategy._pending
@@ -493,6 +497,37 @@ def test_adpsgd_gives_up_a_partner_that_is_dead_or_silent(parcel_swarm):
     swarm.kill(1)
     group[0].step()
     assert group[0].strategy._pending is None or group[0].strategy._pending[1] != pending[1]
+
+
+def test_atomic_averaging_sets_both_to_one_mean_before_the_next_step(parcel_swarm):
+    swarm = parcel_swarm(2)
+    active, passive = trainers(swarm, "adpsgd", lr=0.5)
+    passive.step()
+    held = passive.strategy._x.clone()
+    active.step()
+    sent = active.strategy._pending[2].clone()
+    torch.testing.assert_close(active.x(), sent)  # it stands still while the averaging is under way
+    mean = (held + sent) / 2
+    torch.testing.assert_close(passive.strategy._x, mean)
+    active.model().backward()  # meanwhile, at what it has sent
+    stale = active.model.a * (sent - active.model.c)
+    active.opt.step()
+    torch.testing.assert_close(active.x(), mean - 0.5 * stale)
+    assert active.strategy._pending is not None  # the next one
+
+
+def test_an_atomic_averaging_with_the_silent_or_dead_is_given_up(parcel_swarm):
+    swarm = parcel_swarm(2)
+    group = [Trainer(p, ADPSGD(1e9, patience_s=0.05), i) for i, p in enumerate(swarm.peers)]
+    swarm.peers[1].parcels.handlers.clear()  # it is there, but silent
+    for _ in range(3):
+        group[0].step()
+    assert group[0].strategy.averagings == 0
+    assert group[0].opt.waited_s > 0
+    swarm.kill(1)
+    group[0].step()
+    group[0].step()
+    assert group[0].strategy._pending is None
 
 
 def test_the_asynchronous_server_makes_a_step_with_each_gradient(parcel_swarm):

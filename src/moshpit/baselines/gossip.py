@@ -116,13 +116,21 @@ class ADPSGD(Baseline):
     computes, and its gradient, taken at older parameters, is applied when it is ready. So the mean
     over all peers is conserved by each averaging, and gradients are stale.
 
-    A dead peer stalls nobody: an averaging with it is given up. One that comes begins with its
-    own parameters.
+    Averaging is atomic: the active worker's parameters stand still from the moment at which they
+    are sent until the mean is there. Meanwhile it computes its next gradient, and applies it then;
+    where sending takes longer than computing, this is what it waits for. (The released program
+    does the same with a gradient more in hand, and sends all the time.)
+
+    A dead peer stalls nobody for longer than it takes to find that out: an averaging with it is
+    given up. One that comes begins with its own parameters.
 
     Args:
         samples_per_epoch: how `Optimizer.epoch` counts.
         overlap: an active worker computes its next gradient while its averaging is under way;
-            otherwise it waits for it.
+            otherwise it waits for it first.
+        atomic: if not, an overlapped averaging stops nobody: the active worker steps on, and what
+            the averaging has changed is added when it comes, which conserves the mean, too. This is
+            not in the source; it costs staleness and never waits.
         seed: of the choice of partners, together with the peer's id.
         peers: how many workers there are at least when training begins.
         patience_s: how long an active worker waits for the answer of a partner.
@@ -134,7 +142,8 @@ class ADPSGD(Baseline):
         >>> ADPSGD(4096).overlap_pairs
         True
 
-    Source: paper.md §7 (AD-PSGD); Lian et al. 2018, arXiv 1710.06952.
+    Source: paper.md §7 (AD-PSGD); Lian et al. 2018, arXiv 1710.06952; how it is released:
+    facebookresearch/stochastic_gradient_push, ``ad_psgd.py`` and ``BilatPushPull``.
     """
 
     name = "ADPSGD"
@@ -144,12 +153,14 @@ class ADPSGD(Baseline):
         samples_per_epoch: float,
         *,
         overlap: bool = True,
+        atomic: bool = True,
         seed: int = 0,
         peers: int = 1,
         patience_s: float = PATIENCE_S,
     ) -> None:
         super().__init__(samples_per_epoch, peers=peers, patience_s=patience_s)
         self.overlap_pairs = overlap
+        self.atomic = atomic
         self.averagings = 0
         """How often this peer has averaged with another."""
         self._seed = seed
@@ -162,11 +173,17 @@ class ADPSGD(Baseline):
     def _begin(self, parcels: Parcels) -> None:
         self._rng = Random(f"{self._seed} {self.swarm.peer_id.hex()}")
         parcels.serve(Kind.PAIR, self._asked)
-        if self.overlap_pairs:
+        if not self._waits:
             parcels.serve(Kind.PAIRED, self._answered)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether an averaging is waited for before the next step is applied."""
+        return self.atomic or not self.overlap_pairs
 
     def _exchange(self, samples: float, usable: bool) -> None:
         self._gather()
+        self._wait()
         self._set(self._current())
         moved = self._move(usable)
         with self._lock:
@@ -190,7 +207,7 @@ class ADPSGD(Baseline):
         with self._lock:
             late = now - self._asked_at > self._patience_s
             if self._pending is not None and (late or self._pending[1] not in present):
-                self._pending = None
+                self._pending = None  # nobody waits for it here
         if me in passive or not passive or self._pending is not None:
             return
         partner = self._rng.choice(passive)
@@ -205,7 +222,9 @@ class ADPSGD(Baseline):
             self._wait()
 
     def _wait(self) -> None:
-        assert self._pending is not None, "an averaging is under way"
+        """End the averaging under way, if it is one that is waited for."""
+        if self._pending is None or not self._waits:
+            return
         number, partner, _ = self._pending
         since = self.swarm.clock()
         try:
@@ -243,6 +262,7 @@ class ADPSGD(Baseline):
     # --- the end ----------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
+        self._wait()
         if self._x is not None:
             self._set(self._current())
         return super().snapshot()
@@ -253,6 +273,7 @@ class ADPSGD(Baseline):
             self._x = self._flat()
 
     def state_dict(self) -> dict[str, Any]:
+        self._wait()
         with self._lock:
             x = None if self._x is None else self._x.clone()
         state = {"x": x, "number": self._number, "rng": self._rng.getstate()}
