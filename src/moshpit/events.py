@@ -127,6 +127,13 @@ class EpochReport(msgspec.Struct, frozen=True):
         worst = min((order.index(r.outcome) for r in self.rounds if not r.span), default=2)
         return order[worst]
 
+    @property
+    def parted(self) -> bool:
+        """Whether peers hold different means of it, or may: in the torus schedule a column had not
+        all rows, so that for its slice some row's own mean stands there, and elsewhere a mean
+        without that row. All rows see that, since each has a slice in every column."""
+        return any(reach != Reach.ALL for r in self.rounds for reach in r.reach)
+
 
 class Notice(msgspec.Struct, frozen=True):
     """One line of a peer's log: a stable code, who it is about, and words."""

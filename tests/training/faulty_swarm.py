@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moshpit.events import EpochReport, Outcome, RoundReport
+from moshpit.events import EpochReport, Outcome, Reach, RoundReport
 from moshpit.tensors.layout import ChunkPlan
 from moshpit.types import GroupId
 
@@ -28,6 +28,9 @@ class Weather:
         missing: results that this peer did not get; it keeps its own values there.
         failed: peers of which nobody gets anything, and that get nothing.
         split: two halves average by themselves, and do not know of each other.
+        torn: a row of a torus, of whose peers nobody is in the column of the last chunk. They have
+            their row's mean there, and the others theirs.
+        unseen: the others do not know of that.
     """
 
     lost: Places = frozenset()
@@ -35,6 +38,8 @@ class Weather:
     missing: Places = frozenset()
     failed: frozenset[int] = frozenset()
     split: bool = False
+    torn: frozenset[int] = frozenset()
+    unseen: bool = False
 
 
 CALM = Weather()
@@ -88,6 +93,9 @@ class FaultySwarm(MemorySwarm):
         for group in (there[:half], there[half:]) if weather.split else (there,):
             chunks = self._chunks(group, weather)
             for index in group:
+                if weather.torn:
+                    column = [i for i in group if (i in weather.torn) == (index in weather.torn)]
+                    chunks[-1] = self._chunks(column, weather)[-1]
                 self._end_chunked(epoch, index, group, weather, chunks)
         for index in sorted(weather.failed & set(seats)):
             self._end_chunked(epoch, index, [], weather, [])
@@ -130,6 +138,10 @@ class FaultySwarm(MemorySwarm):
             ledger[at] = sum(1 << group.index(i) for i in chunk.known)
             masses[at] = chunk.mass
             missing.remove(at)
+        reach = [Reach.ALL] * plan.chunks if weather.torn else []
+        if weather.torn and (index in weather.torn or not weather.unseen):
+            reach[-1] = Reach.ROW if index in weather.torn else Reach.SOME
+        whole = whole and all(r == Reach.ALL for r in reach)
         outcome = Outcome.COMPLETE if whole and not missing else Outcome.PARTIAL
         report = EpochReport(
             epoch=epoch,
@@ -145,6 +157,7 @@ class FaultySwarm(MemorySwarm):
                     masses=tuple(masses),
                     missing=tuple(sorted(missing)),
                     attempts=(0,) * len(ledger),
+                    reach=tuple(reach),
                 ),
             ),
             seconds=0.0,

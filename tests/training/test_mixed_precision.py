@@ -152,7 +152,6 @@ def test_a_mean_beyond_the_parameters_dtype_makes_all_skip_the_same_step(memory_
         t.opt.step()
         before, snapshot = t.bytes(), strategy.snapshot()
         mean = snapshot.vector * 1.2  # as a codec may round it up
-        mean[:2] = snapshot.vector[:2]  # the fingerprint
         strategy.adopt(snapshot, mean)
         ends.append(strategy.skipped_steps)
         assert torch.isfinite(t.bytes()).all()

@@ -13,15 +13,27 @@ import torch
 
 from moshpit.errors import ConfigError, DriftError
 from moshpit.events import EpochReport
+from moshpit.training.strategies.agreement import (
+    FINGERPRINT_TOLERANCE,
+    NUMBERS,
+    REPEATS_MAX,
+    Agreement,
+)
 from moshpit.training.strategies.base import Closure, Layouts, Snapshot, Strategy
 from moshpit.training.strategies.low_rank import LowRank
 from moshpit.training.strategies.merging import HEAD, ParameterMerge
 from moshpit.training.strategies.wandering import Wandering
 from moshpit.training.tensors import Named, fingerprint, first_nonfinite
 
-FINGERPRINT_TOLERANCE = 1e-3  # guess: of values of order 1; kinds of hardware differ by rounding
-_PRINT, _MERGE = slice(0, 2), slice(2, 2 + HEAD)  # of the vector
+_AGREEMENT, _MERGE = slice(0, NUMBERS), slice(NUMBERS, NUMBERS + HEAD)  # of the vector
 _NORM_PIECE = 1 << 20  # numbers made float64 at a time
+
+DRIFT = (
+    "the peers hold different parameters, so their gradients do not belong together: some have "
+    "made steps without the others. Start them again from one checkpoint or with the same "
+    "torch.manual_seed, and let them find each other before the first step: "
+    "swarm.wait_for_peers(n)"
+)
 
 log = logging.getLogger("moshpit.training")
 
@@ -41,12 +53,7 @@ def same_fingerprint(mean: torch.Tensor, mine: torch.Tensor) -> bool:
 def check_fingerprint(mean: torch.Tensor, mine: torch.Tensor) -> None:
     """Raise `DriftError` if the peers' fingerprints differ from this one's."""
     if not same_fingerprint(mean, mine):
-        raise DriftError(
-            "the peers hold different parameters, so their gradients do not belong together: "
-            "some have made steps without the others. Start them again from one checkpoint or "
-            "with the same torch.manual_seed, and let them find each other before the first "
-            "step: swarm.wait_for_peers(n)"
-        )
+        raise DriftError(DRIFT)
 
 
 def norm_of(vector: torch.Tensor) -> float:
@@ -137,14 +144,18 @@ class GradientAveraging(Strategy):
         self.skipped_steps = 0
         """Steps that all peers have skipped because the mean gradient was not finite."""
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
-        self._fingerprint = torch.zeros(2)
+        self._given: dict[torch.Tensor, torch.Tensor] = {}
+        """The gradients of the last snapshot, until it is known what comes of them."""
         self._gave = 0.0
+        self._retaken = 0.0
+        self._repeats = False
+        self._agreement = Agreement()
         self._low_rank: LowRank | None = None
         self._merge = ParameterMerge()
         self._flat_layouts = Layouts()
 
     def _head(self) -> list[Named]:
-        head = [Named("fingerprint", self._fingerprint), Named("merge", self._merge.head)]
+        head = [Named("agreement", self._agreement.head), Named("merge", self._merge.head)]
         return head if self._low_rank is None else [*head, Named("phase", self._low_rank.head)]
 
     @property
@@ -211,7 +222,8 @@ class GradientAveraging(Strategy):
     def snapshot(self) -> Snapshot:
         if self._wandering is not None:
             self._wandering.back(self.parameters())
-        self._fingerprint.copy_(fingerprint(self.parameters()))
+        self._agreement.note(self.parameters())
+        self._repeats, self._retaken = False, 0.0
         sums = [Named(p.name, self._sum_of(p.tensor)) for p in self.parameters()]
         if self._merge.under_way:
             return self._of_parameters(sums)
@@ -228,12 +240,12 @@ class GradientAveraging(Strategy):
                 low_rank.gradient.zero_()
             low_rank.begin(0.0 if bad is not None else self.samples)
             self.samples = 0.0
-            taken = self._of_factors(low_rank, bad)
-        else:
-            taken = self._as_differences(self._collect(sums))
-            self._gave = taken.weight
-        for named in sums:
-            named.tensor.zero_()
+            for named in sums:
+                named.tensor.zero_()
+            return self._of_factors(low_rank, bad)
+        taken = self._as_differences(self._collect(sums))
+        self._gave = taken.weight
+        self._given, self._sums = self._sums, {}
         return taken
 
     def _of_parameters(self, sums: Sequence[Named]) -> Snapshot:
@@ -255,11 +267,15 @@ class GradientAveraging(Strategy):
         return taken if bad is None else replace(taken, nonfinite=bad)
 
     def accepts(self, mean: torch.Tensor, report: EpochReport) -> bool:
-        """A mean of P that is not whole is no ground for a Q; one of parameters and gradients is
-        none for anything."""
+        """What not all peers have got is for nobody: all give the same again, at once. A mean of P
+        that is not whole is no ground for a Q; one of parameters and gradients is none for
+        anything."""
         if self.merges and not self._belong_together(mean):
             return False
         missing = report.stale or any(r.missing for r in report.rounds if len(r.peers) > 1)
+        if report.parted and not missing and self._agreement.repeats < REPEATS_MAX:
+            self._repeat(report.epoch)
+            return False
         return self._low_rank is None or self._low_rank.halfway or not missing
 
     def _belong_together(self, mean: torch.Tensor) -> bool:
@@ -267,7 +283,7 @@ class GradientAveraging(Strategy):
         if not self._merge.judge(mean[_MERGE]):
             log.warning("parameters and gradients were mixed: all give parameters the next time")
             return False
-        if self._merge.under_way or same_fingerprint(mean[_PRINT], self._fingerprint):
+        if self._merge.under_way or self._agreement.judge(mean[_AGREEMENT]):
             return True
         log.warning(
             "the peers hold different parameters, so their gradients do not belong together: all "
@@ -276,23 +292,60 @@ class GradientAveraging(Strategy):
         self._merge.part(self._gave)
         return False
 
+    def _repeat(self, epoch: int) -> None:
+        """Nobody takes this mean, all give the same again."""
+        log.info("epoch %d: not all peers have the same mean; all give the same again", epoch)
+        self._repeats = True
+        self._agreement.repeats += 1
+        if self._low_rank is not None:
+            self._take_back(self._low_rank)
+        elif not self._merge.under_way and self._gave > 0:
+            for parameter, gradient in self._given.items():
+                self._sum_of(parameter).add_(gradient, alpha=self._gave)
+            self.samples += self._gave
+            self._retaken = self._gave
+        self._drop_given()
+
+    def _drop_given(self) -> None:
+        """It is known what has come of the gradients of the last snapshot."""
+        for gradient in self._given.values():
+            gradient.zero_()
+        if not self._sums:  # new memory is slow
+            self._sums = self._given
+        self._given = {}
+
+    @property
+    def fresh(self) -> float:
+        return self.samples - self._retaken
+
     @property
     def halfway(self) -> bool:
-        if self._merge.begun:
+        if self._repeats or self._merge.begun:
             return True
         return self._low_rank is not None and self._low_rank.halfway
+
+    @property
+    def reunites(self) -> bool:
+        return self._merge.under_way and not self._merge.begun
 
     @property
     def settled(self) -> bool:
         return not (self.halfway or self._merge.under_way)
 
     def adopt(self, snapshot: Snapshot, mean: torch.Tensor) -> None:
+        self._settle()
         if self._merge.under_way:
             self._adopt_parameters(mean)
         elif self._low_rank is None:
             self._step(snapshot, mean)
         else:
             self._adopt_factors(self._low_rank, snapshot, mean)
+
+    def _settle(self) -> None:
+        """What was given is not given again."""
+        self._drop_given()
+        if self._low_rank is None or self._low_rank.halfway:  # Q is of the same gradients as P
+            self._agreement.repeats = 0
 
     def _adopt_parameters(self, mean: torch.Tensor) -> None:
         mine = self.parameters()
@@ -301,12 +354,13 @@ class GradientAveraging(Strategy):
         self._merge.taken(self.inner, mine, mean[_MERGE])
 
     def _adopt_factors(self, low_rank: LowRank, snapshot: Snapshot, mean: torch.Tensor) -> None:
-        mine, head = self._fingerprint.clone(), low_rank.head.clone()
+        head = low_rank.head.clone()
         layout = self._layouts.of(self._in_order([Named("factors", low_rank.received)]))
         layout.write_back(mean)
         theirs = low_rank.head.clone()
         low_rank.head.copy_(head)
-        check_fingerprint(self._fingerprint, mine)
+        if not self._agreement.judge(mean[_AGREEMENT]):
+            raise DriftError(DRIFT)
         if not low_rank.agrees(theirs):
             log.warning("factors that do not belong together: all make this step anew")
             self._take_back(low_rank)
@@ -327,10 +381,8 @@ class GradientAveraging(Strategy):
         """Make a step with the mean gradient; ``flat``: that is all of the mean."""
         parameters = self.parameters()
         means = [Named(p.name, torch.empty_like(p.tensor)) for p in parameters]
-        mine = self._fingerprint.clone()
         layout = self._layouts.of(means if flat else self._in_order(means))
         layout.write_back(self._clipped(mean, means))
-        check_fingerprint(self._fingerprint, mine)
         bad = first_nonfinite(means)
         if bad is not None:
             if snapshot.feedback is not None:  # what is left of such numbers would spoil others
@@ -364,12 +416,16 @@ class GradientAveraging(Strategy):
 
     def overflowed(self, snapshot: Snapshot) -> None:
         """Make no step: all peers see the same mean, and parameters must stay the same."""
+        self._settle()
         self._merge.end()
         if self._low_rank is not None:
             self._low_rank.give_up()
         self._skip_step("the mean gradient holds NaN or infinity")
 
     def keep_local(self, snapshot: Snapshot) -> None:
+        if self._repeats:
+            return
+        self._settle()
         if self._merge.mixed:  # so nobody makes a step
             self._merge.mixed = False
         elif self._merge.under_way:  # there is nobody
@@ -397,6 +453,7 @@ class GradientAveraging(Strategy):
         super().load_state_dict(state)
         if self._wandering is not None:
             self._wandering.load_state_dict(state["wandering"])
+        self._agreement.repeats = 0
         for named in self.parameters():
             self._sum_of(named.tensor).copy_(state["gradient_sums"][named.name])
         low_rank, saved = self._factors(), state.get("low_rank")
@@ -410,5 +467,7 @@ class GradientAveraging(Strategy):
         if self._low_rank is not None:
             self._low_rank.taken_over()
         self._merge.end()
+        self._drop_given()
+        self._repeats, self._retaken = False, 0.0
         for total in self._sums.values():
             total.zero_()
