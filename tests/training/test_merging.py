@@ -27,6 +27,7 @@ from moshpit.types import PeerId
 BATCH = 8
 STEP_S = 0.5
 NUMEL = 40
+STATISTICS = 2  # of AdamW, each of which is merged by itself
 
 
 class CutWire(Wire):
@@ -80,6 +81,13 @@ class Given:
         return self.averaging.report
 
 
+class Place(torch.nn.Linear):
+    """How far samples are from this peer's place."""
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.weight - numbers
+
+
 @dataclass
 class Trainee:
     """A quadratic problem: every peer draws samples around its own place."""
@@ -92,9 +100,11 @@ class Trainee:
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
-        self.model = torch.nn.Linear(NUMEL, 1, bias=False)
+        self.model = Place(NUMEL, 1, bias=False)
         inner = torch.optim.AdamW(self.model.parameters(), lr=0.03)
-        self.optimizer = moshpit.Optimizer(inner, self.swarm, self.strategy, batch_size=BATCH)
+        self.optimizer = moshpit.Optimizer(
+            inner, self.swarm, self.strategy, batch_size=BATCH, model=self.model
+        )
         begin = self.swarm.begin_averaging
 
         def watched(vector, weight, **how):
@@ -111,12 +121,13 @@ class Trainee:
             [[rng.gauss(place, 1.0) for _ in range(NUMEL)] for _ in range(BATCH)]
         )
         self.optimizer.zero_grad()
-        (self.model.weight - numbers).square().sum(1).mean().backward()
-        self.samples += BATCH
+        self.samples += BATCH  # the backward pass may give them already
+        self.model(numbers).square().sum(1).mean().backward()
         self.peer.compute(1.0)
         self.optimizer.step()
-        if self.given and self.given[-1].averaging.done() and self.given[-1].after is None:
-            self.given[-1].after = self.values.clone()
+        for given in self.given[-STATISTICS - 1 :]:
+            if given.averaging.done() and given.after is None:
+                given.after = self.values.clone()
 
     @property
     def values(self) -> torch.Tensor:
@@ -205,6 +216,7 @@ STRATEGIES = {
     "local": lambda n: moshpit.LocalSGD(n, overlap=False),
     "diloco": lambda n: moshpit.DiLoCo(n, overlap=False),
     "gradients": moshpit.GradientAveraging,
+    "overlapped": lambda n: moshpit.OverlappedGradientAveraging(accumulate=3),
 }
 
 
@@ -224,10 +236,12 @@ def test_the_merged_parameters_are_the_mean_weighted_by_what_each_side_has_seen(
     check_all_are_one(trainees)
 
 
-@pytest.mark.parametrize("kind", ["diloco", "gradients"])
-def test_strategies_whose_peers_share_more_than_an_epoch(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "epochs"), [("diloco", 14), ("gradients", 14), ("overlapped", 28)]
+)
+def test_strategies_whose_peers_share_more_than_an_epoch(kind: str, epochs: int) -> None:
     trainees = train(
-        lambda: STRATEGIES[kind](3 * BATCH * 3), (2, 1), cut_s=8.0, heal_s=34.0, epochs=14
+        lambda: STRATEGIES[kind](3 * BATCH * 3), (2, 1), cut_s=8.0, heal_s=34.0, epochs=epochs
     )
     before, merged = merge_of(trainees)
     assert min(alone(trainees, before, merged)) > 1

@@ -383,19 +383,27 @@ def spoiled_step(trainer):
     trainer.schedule()
 
 
-def test_peers_with_other_parameters_are_told(memory_swarm, together):
+def test_peers_with_other_parameters_merge_them(memory_swarm, together, caplog):
     swarm = memory_swarm(2)
     one, other = (Trainer(p, overlapped(), i) for i, p in enumerate(swarm.peers))
     together(one.step, other.step)
-    together(one.bytes, other.bytes)
+    values = together(one.bytes, other.bytes)
     with torch.no_grad():
         other.model.embed.weight.mul_(1.5)
+    values[1] = other.bytes()
+    together(lambda: one.step(2), lambda: other.step(2))
+    assert caplog.text.count("their gradients do not belong together") == 2
+    trained = torch.tensor([b for n, t in one.model.state_dict().items()
+                            for b in [not named_buffer(n)] * t.numel()])  # fmt: skip
+    for trainer in (one, other):
+        merged = trainer.bytes()[trained]
+        torch.testing.assert_close(merged, (values[0] + values[1])[trained] / 2)
+    together(one.train, other.train)
+    assert torch.equal(one.bytes(), other.bytes())
 
-    def two_steps(trainer):
-        with pytest.raises(DriftError, match="different parameters"):
-            trainer.step(2)
 
-    together(lambda: two_steps(one), lambda: two_steps(other))
+def named_buffer(name):
+    return "running" in name or "num_" in name
 
 
 def test_what_it_cannot_do_is_said(memory_swarm):

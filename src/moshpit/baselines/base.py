@@ -86,6 +86,10 @@ class Baseline(Strategy):
         return False
 
     @property
+    def catches_up(self) -> bool:
+        return False
+
+    @property
     def own_epoch(self) -> int:
         return int(self._all_samples // self._per_epoch)
 

@@ -37,7 +37,7 @@ class Exchange:
         past: float | None = None if states is None else states.merging
         if past is not None:
             self._strategy.merge(past)
-        fresh = self._strategy.samples
+        fresh = self._strategy.fresh
         last, self._last = self._last, None
         if last is not None and last[0].settled:
             self._strategy.reuse(last[1].vector)

@@ -53,9 +53,12 @@ class Listener:
                 0.0,
                 codec=snapshot.codec,
                 differences=snapshot.differences,
-                in_place=True,
+                in_place=snapshot.fill_s is None,
                 exact_head=snapshot.exact_head,
+                fill_s=snapshot.fill_s,
             )
+            if snapshot.fill_s is not None:
+                self._under_way.ready(0, snapshot.vector.numel())
 
     def settle(self, leave_if_asked: Callable[[], None]) -> None:
         """Wait for the averaging under way."""

@@ -112,12 +112,14 @@ class Optimizer(torch.optim.Optimizer):
         if batch_size is None:
             self._watcher = BatchWatcher((p.tensor for p in strategy.parameters()), model)
         self._exchange = Exchange(swarm, strategy)
-        handle = Handle(self._begin_early, self.flush, self._expected, swarm, self._note_wait)
-        strategy.connect(handle)
         self._pending: tuple[Averaging, Snapshot] | None = None
         self._pace = Pace()
         self._standing = Standing(
             self, swarm, strategy, model=model, checkpoint=checkpoint, catch_up=catch_up
+        )
+        behind = self._standing.behind
+        strategy.connect(
+            Handle(self._begin_early, self.flush, self._expected, behind, swarm, self._note_wait)
         )
         self._epoch = 0
         self._stats = TrainingStats()
@@ -424,7 +426,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _begin_early(self) -> None:
         """The strategy begins an averaging, in the backward pass."""
-        if self._pending is None:
+        if self._pending is None and not self._strategy.halfway:
             self._standing.check()
         self._attach()
         self._swarm.report_progress(self._strategy.samples, self._pace.rate, self._pace.step_s)

@@ -7,6 +7,7 @@ with the settings of one moment. A `GlobalStep` is the way of one step of all pe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,15 @@ from typing import Any
 import torch
 
 from moshpit.errors import ConfigError
+from moshpit.events import EpochReport
+from moshpit.tensors.reduce import is_finite
 from moshpit.training.averager import Averaging
+from moshpit.training.tensors import Named, buffers_of
+
+log = logging.getLogger("moshpit.training")
+
+FIRST_FILL_S = 60.0  # guess: of the first backward pass nobody knows how long it takes
+CALMER = 0.9  # guess: from step to step so much is left of what once took long
 
 
 class PiecewiseStep:
@@ -80,6 +89,55 @@ class Piece:
     trained: bool
 
 
+def in_order_of(model: torch.nn.Module, parameters: Sequence[Named], who: str) -> list[Named]:
+    """Return parameters in the order in which a model has them.
+
+    Raises:
+        ConfigError: one is not in the model, and ``who`` has to know when it is needed.
+    """
+    place = {id(p): i for i, p in enumerate(model.parameters())}
+    strange = next((p.name for p in parameters if id(p.tensor) not in place), None)
+    if strange is not None:
+        raise ConfigError(
+            f"the optimizer's parameter {strange} is not in the model, so nobody knows when "
+            f"it is needed, as {who} has to"
+        )
+    return sorted(parameters, key=lambda p: place[id(p.tensor)])
+
+
+def pieces_of(model: torch.nn.Module, parameters: Sequence[Named], at: int) -> list[Piece]:
+    """Return the places of a model's buffers and parameters in a vector, from ``at`` on."""
+    pieces: list[Piece] = []
+    for named in (*buffers_of(model), *parameters):
+        stop = at + named.tensor.numel()
+        pieces.append(Piece(named.name, named.tensor, at, stop, named.tensor.requires_grad))
+        at = stop
+    return pieces
+
+
+class FillPace:
+    """How long a vector takes to be complete.
+
+    Attributes:
+        seconds: about so long; the longest of the latest ones.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = FIRST_FILL_S
+        self._known = False
+        self._begun = 0.0
+
+    def begun(self, now: float) -> None:
+        """A vector begins to fill."""
+        self._begun = now
+
+    def complete(self, now: float) -> None:
+        """It is complete: the next one takes about as long."""
+        took_s = now - self._begun
+        self.seconds = max(took_s, CALMER * self.seconds) if self._known else took_s
+        self._known = True
+
+
 @dataclass(slots=True)
 class GlobalStep:
     """One step of all peers, from its first gradient to its last parameter.
@@ -96,6 +154,8 @@ class GlobalStep:
         judged: the first numbers were looked at.
         skipped: nobody makes this step.
         scale: by which the mean is multiplied, to clip it.
+        heard: a mean that came while this peer's state was on its way; then there is no ``job``.
+        merges: what is averaged are parameters that have parted, or statistics (`ParameterMerge`).
     """
 
     vector: torch.Tensor
@@ -110,6 +170,71 @@ class GlobalStep:
     judged: bool = False
     skipped: bool = False
     scale: float = 1.0
+    heard: tuple[torch.Tensor, EpochReport] | None = None
+    merges: bool = False
+
+    @property
+    def new(self) -> bool:
+        """Whether nothing was averaged for it yet."""
+        return self.job is None and self.heard is None
+
+    def fill(
+        self,
+        number: int,
+        piece: Piece,
+        gradient: torch.Tensor | None,
+        total: torch.Tensor | None,
+    ) -> None:
+        """Write this peer's part of a piece into the vector.
+
+        Args:
+            number: the piece's.
+            piece: of a parameter, or a buffer.
+            gradient: the last batch's; None: it has none.
+            total: the sum of earlier ones, if there are any.
+        """
+        place = self.vector[piece.start : piece.stop].view(piece.tensor.shape)
+        if not piece.trained:
+            place.copy_(piece.tensor)
+        elif gradient is None:
+            place.zero_()
+        else:
+            place.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        if total is not None and self.weight > 0:
+            place.mul_(self.samples).add_(total).div_(self.weight)
+        if not is_finite(place):
+            self.spoiled = piece.name
+            place.zero_()
+        self.filled.add(number)
+        assert self.job is not None
+        self.job.ready(piece.start, piece.stop)
+
+    def means(self, start: int, stop: int) -> torch.Tensor:
+        """Return these numbers of the mean, as soon as they are here."""
+        if self.heard is not None:
+            return self.heard[0][start:stop]
+        assert self.job is not None
+        return self.job.means(start, stop)
+
+    def take(self, piece: Piece, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Let a piece have its mean: a buffer at once, a parameter with ``gradients``."""
+        mean = self.means(piece.start, piece.stop).view(piece.tensor.shape)
+        if not piece.trained:
+            piece.tensor.copy_(mean)
+            return
+        gradient = torch.empty_like(piece.tensor)
+        gradient.copy_(mean if self.scale == 1 else mean * self.scale)
+        if not is_finite(gradient):
+            log.warning("the mean gradient of %s overflows: no peer changes it", piece.name)
+        elif bool(gradient.any().item()):  # what nobody used has no gradient
+            gradients[piece.tensor] = gradient
+
+    def report(self) -> EpochReport:
+        """Return what came of the averaging, as soon as it has ended."""
+        if self.heard is not None:
+            return self.heard[1]
+        assert self.job is not None
+        return self.job.wait()
 
 
 class Needs:

@@ -87,13 +87,13 @@ class Standing:
         self._model = model
         self._checkpoint = checkpoint
         self._sync: StateSync | None = None
-        if catch_up and strategy.answers:
+        if catch_up and strategy.catches_up:
             self._sync = getattr(swarm, "states", None)
         self._schema = b""
         self._attached_as = b""
         self._tries = 0
         self._giving: tuple[TrainingState, LateCopies] | None = None
-        self._steady = True
+        self._steady = not strategy.begins_itself  # whose parameters change in forward passes
         self.attached = False
         self.next_epoch = 0
         self.resumed = 0
@@ -141,6 +141,8 @@ class Standing:
     def averaged(self, epoch: int, *, whole: bool) -> None:
         """An averaging has ended; ``whole``: all of its mean has reached this peer."""
         self._tries = 0
+        if whole and self._strategy.reunites:
+            self.drift = ""
         if not whole:
             self.drift = f"the averaging of epoch {epoch} did not reach this peer in full"
         self.next_epoch = self._swarm.epoch

@@ -75,6 +75,7 @@ class Handle:
         begin: takes a snapshot and begins its averaging.
         flush: waits for the averaging under way, if it is complete, and takes its mean.
         expected: returns the samples that the next ``step()`` will count.
+        behind: returns whether this peer's parameters are not the swarm's any more.
         swarm: with whom it trains; has the clock.
         waited: notes that training has stood still since a time of that clock.
     """
@@ -82,6 +83,7 @@ class Handle:
     begin: Callable[[], None]
     flush: Callable[[], None]
     expected: Callable[[], float]
+    behind: Callable[[], bool]
     swarm: Averager
     waited: Callable[[float], object]
 
@@ -148,6 +150,11 @@ class Strategy(ABC):
     def answers(self) -> bool:
         """Whether an averaging is begun in ``step()`` when the swarm is due."""
         return not self.begins_itself
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether who is behind can go on from another peer's state."""
+        return True
 
     @property
     def own_epoch(self) -> int | None:
@@ -228,6 +235,17 @@ class Strategy(ABC):
             past: the samples of this peer in them, which count in the snapshot's weight.
         """
         self._past = past
+
+    @property
+    def fresh(self) -> float:
+        """The samples that the next snapshot gives for the first time."""
+        return self.samples
+
+    @property
+    def reunites(self) -> bool:
+        """Whether parameters that have parted are averaged now, so that they are everybody's again
+        where all of the mean arrives."""
+        return False
 
     @property
     def settled(self) -> bool:

@@ -10,40 +10,44 @@ vector that fills as gradients become final (`Averaging.ready`). ``step()`` fill
 returns. Before a module's forward pass its own parameters' means are awaited, and the wrapped
 optimizer makes its step for these only (`PiecewiseStep`). What nobody needed is done before the
 next averaging begins. Everything that all peers must agree on is in the first numbers of the
-vector, which every piece waits for: the fingerprint, and whether a gradient was not finite.
+vector, which every piece waits for: the fingerprint, whether a gradient was not finite, and whether
+these are gradients at all.
+
+Where parameters have parted, they are averaged in the place of gradients (`ParameterMerge`), and
+then the optimizer's statistics, in ``step()``, which waits for it. A peer that is behind fetches
+the swarm's state, also in ``step()``. The gradients of the backward pass that has found out are
+worth nothing in both cases: they are dropped, with the samples behind them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, final
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from moshpit.errors import ConfigError, LocalError
-from moshpit.tensors.reduce import is_finite
+from moshpit.events import EpochReport
 from moshpit.training.averager import Averaging
-from moshpit.training.piecewise import GlobalStep, Needs, Piece, PiecewiseStep
+from moshpit.training.piecewise import (
+    FillPace,
+    GlobalStep,
+    Needs,
+    Piece,
+    PiecewiseStep,
+    in_order_of,
+    pieces_of,
+)
+from moshpit.training.strategies.accord import NUMBERS, Accord
 from moshpit.training.strategies.base import Closure, Handle, Snapshot, Strategy
-from moshpit.training.strategies.gradient_averaging import (
-    check_fingerprint,
-    norm_of,
-    starting_schema,
-)
-from moshpit.training.tensors import (
-    Named,
-    buffers_of,
-    fingerprint,
-    first_nonfinite,
-    parameters_of,
-)
+from moshpit.training.strategies.gathering import Gathered
+from moshpit.training.strategies.gradient_averaging import norm_of, starting_schema
+from moshpit.training.tensors import Named, parameters_of
 
 log = logging.getLogger("moshpit.training")
-
-FIRST_FILL_S = 60.0  # guess: of the first backward pass nobody knows how long it takes
-CALMER = 0.9  # guess: from step to step so much is left of what once took long
 
 
 @final
@@ -64,6 +68,9 @@ class OverlappedGradientAveraging(Strategy):
     clipped or changed in between (see ``max_grad_norm``), `torch.amp.GradScaler` is refused (use
     bfloat16), and there is one backward pass for each ``step()``. A gradient that is not finite at
     one peer makes all peers skip the step.
+
+    Who is behind fetches the swarm's state in ``step()``, and peers whose parameters have parted
+    merge them there, as with `GradientAveraging`; the batch at hand is left out.
 
     Args:
         accumulate: batches of this peer for each step; peers may differ.
@@ -99,10 +106,11 @@ class OverlappedGradientAveraging(Strategy):
         self.max_grad_norm = max_grad_norm
         self.skipped_steps = 0
         """Steps that all peers have skipped because something was not finite."""
-        self._agreement = torch.zeros(3)  # the fingerprint, and how much of the mass is spoiled
-        self._sums: dict[torch.Tensor, torch.Tensor] = {}
-        self._batches = 0
-        self._gathered = 0.0  # the samples behind the sums
+        self._accord = Accord()
+        self._merge = self._accord.merge
+        self._useless = False  # the gradients of this backward pass
+        self._gathered = Gathered()
+        self._heard: EpochReport | None = None
         self._pieces: list[Piece] = []
         self._numbers: dict[torch.Tensor, int] = {}
         self._hooked: dict[torch.Tensor, RemovableHandle] = {}
@@ -113,8 +121,7 @@ class OverlappedGradientAveraging(Strategy):
         self._late: set[int] = set()
         self._everywhere: list[int] = []
         self._expected: float | None = None
-        self._fill_s = FIRST_FILL_S  # how long the vector takes to be complete
-        self._begun_at: float | None = None
+        self._pace = FillPace()
         self._saving: RemovableHandle | None = None
 
     # --- what there is ----------------------------------------------------------------------
@@ -148,15 +155,7 @@ class OverlappedGradientAveraging(Strategy):
         """The parameters that are trained, in the order of the model's modules: about the
         order in which a forward pass needs them."""
         assert self._model is not None
-        place = {id(p): i for i, p in enumerate(self._model.parameters())}
-        found = parameters_of(self.inner, self._model)
-        strange = next((p.name for p in found if id(p.tensor) not in place), None)
-        if strange is not None:
-            raise ConfigError(
-                f"the optimizer's parameter {strange} is not in the model, so nobody knows when "
-                f"it is needed, as {self.name} has to"
-            )
-        return sorted(found, key=lambda p: place[id(p.tensor)])
+        return in_order_of(self._model, parameters_of(self.inner, self._model), self.name)
 
     def layout(self) -> tuple[bytes, int]:
         schema, numel = super().layout()
@@ -164,18 +163,41 @@ class OverlappedGradientAveraging(Strategy):
         return starting_schema(schema, self.parameters()), numel
 
     def _head(self) -> list[Named]:
-        return [Named("agreement", self._agreement)]
+        return self._accord.tensors
+
+    @property
+    def replays(self) -> bool:
+        return True
+
+    @property
+    def merges(self) -> bool:
+        return True
+
+    def merge(self, past: float) -> None:
+        super().merge(past)
+        self._merge.begin()
+
+    @property
+    def halfway(self) -> bool:
+        return self._merge.begun
+
+    @property
+    def reunites(self) -> bool:
+        return self._merge.under_way and not self._merge.begun
+
+    @property
+    def settled(self) -> bool:
+        return not self._merge.under_way
+
+    @property
+    def fresh(self) -> float:
+        return self._gathered.samples + (self._expected or 0.0)
 
     def _watch(self) -> None:
         """Find every tensor's place, and see to it that its gradient is taken."""
         assert self._model is not None
         parameters = self.parameters()
-        at, pieces = self._agreement.numel(), list[Piece]()
-        for named in (*buffers_of(self._model), *parameters):
-            stop = at + named.tensor.numel()
-            trained = named.tensor.requires_grad
-            pieces.append(Piece(named.name, named.tensor, at, stop, trained))
-            at = stop
+        pieces = pieces_of(self._model, parameters, NUMBERS)
         if [id(p.tensor) for p in pieces] == [id(p.tensor) for p in self._pieces]:
             return
         self._pieces = pieces
@@ -193,6 +215,9 @@ class OverlappedGradientAveraging(Strategy):
 
     @torch.no_grad()
     def _gradient_came(self, parameter: torch.Tensor) -> None:
+        if self._useless:
+            parameter.grad = None
+            return
         number = self._numbers[parameter]
         piece = self._pieces[number]
         if self._filling is None and self._using is not None and number in self._using.todo:
@@ -202,9 +227,12 @@ class OverlappedGradientAveraging(Strategy):
                 f"{piece.name} was used in a forward pass before the last step had reached it: its "
                 "module was not called. Call optimizer.flush() before you use parameters so"
             )
-        if self._batches + 1 < self.accumulate:
+        if self._gathered.batches + 1 < self.accumulate:
             return
         step = self._filling or self._begin()
+        if step is None:
+            self._useless, parameter.grad = True, None
+            return
         if number in step.filled:
             raise LocalError(
                 f"a second gradient of {piece.name} came before step(): call step() after each "
@@ -215,38 +243,26 @@ class OverlappedGradientAveraging(Strategy):
         parameter.grad = None
         self._fill(step, number, gradient)
 
-    def _begin(self) -> GlobalStep:
-        """Begin this step's averaging, when the last one's means are all in use."""
+    def _begin(self) -> GlobalStep | None:
+        """Begin this step's averaging, when the last one's means are all in use. None: this peer
+        has no gradients of use, as its parameters are not, or were not, the others'."""
         handle = self._handle
         assert handle is not None, "connect() comes first"
         if self._using is not None:
             todo = set(self._using.todo)
             handle.flush()
             self._late = todo
+        if handle.behind():
+            return None
         self._expected = handle.expected()
         handle.begin()
-        assert self._filling is not None
         return self._filling
 
     def _fill(self, step: GlobalStep, number: int, gradient: torch.Tensor | None) -> None:
         """Write this peer's mean gradient of a piece into the vector, or a buffer."""
         piece = self._pieces[number]
-        place = step.vector[piece.start : piece.stop].view(piece.tensor.shape)
-        total = self._sums.get(piece.tensor) if piece.trained else None
-        if not piece.trained:
-            place.copy_(piece.tensor)
-        elif gradient is None:
-            place.zero_()
-        else:
-            place.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-        if total is not None and step.weight > 0:
-            place.mul_(step.samples).add_(total).div_(step.weight)
-        if not is_finite(place):
-            step.spoiled = piece.name
-            place.zero_()
-        step.filled.add(number)
-        assert step.job is not None
-        step.job.ready(piece.start, piece.stop)
+        total = self._gathered.known(piece.tensor) if piece.trained else None
+        step.fill(number, piece, gradient, total)
 
     # --- step() -----------------------------------------------------------------------------
 
@@ -256,13 +272,17 @@ class OverlappedGradientAveraging(Strategy):
             with torch.enable_grad():
                 loss = closure()
         count = samples()
-        if self._batches + 1 < self.accumulate:
+        if self._gathered.batches + 1 < self.accumulate:
             self._add(count)
             return loss
-        if self._filling is None:  # no parameter had a gradient
-            self._begin()
         step = self._filling
-        assert step is not None
+        if step is None and not self._useless:  # no parameter had a gradient
+            step = self._begin()
+        if step is None:
+            self._gathered.clear()
+            self._useless = False
+            self._reunite()
+            return loss
         if count != step.samples:
             raise ConfigError(
                 f"step(samples={count:g}), but the averaging began with {step.samples:g}, during "
@@ -276,20 +296,20 @@ class OverlappedGradientAveraging(Strategy):
     @torch.no_grad()
     def _add(self, count: float) -> None:
         """Take a batch that is not the last one of its step."""
-        self._batches += 1
-        parameters = self.parameters()
-        gradients = [Named(p.name, p.tensor.grad) for p in parameters if p.tensor.grad is not None]
-        bad = first_nonfinite(gradients)
-        if bad is not None:
-            log.warning("the gradient of %s is not finite: this batch is left out", bad)
+        if self._gathered.add(self.parameters(), count):
+            self.samples += count
+        else:
             self.skip_batch()
-            return
-        for named in parameters:
-            if named.tensor.grad is not None:
-                self._sum_of(named.tensor).add_(named.tensor.grad, alpha=count)
-            named.tensor.grad = None
-        self.samples += count
-        self._gathered += count
+
+    def _reunite(self) -> None:
+        """Wait until parameters that have parted are one again, if that is under way, and then what
+        the optimizer keeps of them."""
+        handle = self._handle
+        assert handle is not None, "connect() comes first"
+        handle.flush()
+        while self.halfway:
+            handle.begin()
+            handle.flush()
 
     def skip_batch(self) -> None:
         super().skip_batch()
@@ -305,14 +325,13 @@ class OverlappedGradientAveraging(Strategy):
                 self._fill(step, number, None)
         if step.spoiled:
             log.warning("%s is not finite: all peers skip this step", step.spoiled)
-            step.vector[2] = 1.0
+            self._accord.spoil(step.vector)
         assert step.job is not None
-        step.job.ready(0, self._agreement.numel())
+        step.job.ready(0, NUMBERS)
         step.settings = PiecewiseStep(self.inner)
-        self._note_pace(step)
-        for total in self._sums.values():
-            total.zero_()
-        self._batches, self._gathered = 0, 0.0
+        if step.early and self._handle is not None:
+            self._pace.complete(self._handle.swarm.clock())
+        self._gathered.clear()
         self._late.clear()
         self._filling, self._using = None, step
         if self._needs is not None and not self._needs.learned:
@@ -321,13 +340,6 @@ class OverlappedGradientAveraging(Strategy):
         if self._everywhere:
             self._use(self._everywhere)
 
-    def _note_pace(self, step: GlobalStep) -> None:
-        """The vector is complete: the next one takes about as long."""
-        if step.early and self._handle is not None and self._begun_at is not None:
-            took_s = self._handle.swarm.clock() - self._begun_at
-            known = self._fill_s != FIRST_FILL_S
-            self._fill_s = max(took_s, CALMER * self._fill_s) if known else took_s
-
     @property
     def filled(self) -> bool:
         return self._filling is None
@@ -335,41 +347,54 @@ class OverlappedGradientAveraging(Strategy):
     def snapshot(self) -> Snapshot:
         """Begin a step: early, with a vector that fills in the backward pass, or with what earlier
         batches have left."""
+        if self._merge.under_way:
+            return self._of_parameters()
         numel = self._pieces[-1].stop
         vector, self._spare = self._spare, None
         if vector is None or vector.numel() != numel:
             vector = torch.empty(numel, dtype=torch.float32)
         expected, self._expected = self._expected, None
         early, samples = expected is not None, expected or 0.0
-        bad = (
-            None
-            if early
-            else first_nonfinite([Named(p.name, self._sum_of(p.tensor)) for p in self.parameters()])
-        )
-        if bad is not None:
-            self._sums.clear()
-            self._gathered = 0.0
+        bad = None if early else self._gathered.nonfinite(self.parameters())
         todo = dict.fromkeys(range(len(self._pieces)))
         self._filling = GlobalStep(
-            vector, self._gathered + samples, samples, early=early, todo=todo
+            vector, self._gathered.samples + samples, samples, early=early, todo=todo
         )
+        self._accord.gave = self._filling.weight
         exact = self._before_main()
-        fill_s = self._fill_s if early else 0.0
+        fill_s = self._pace.seconds if early else 0.0
         snapshot = Snapshot(
             vector, self._filling.weight, bad, codec=self.codec, exact_head=exact, fill_s=fill_s
         )
         return self._as_differences(snapshot)
 
+    def _of_parameters(self) -> Snapshot:
+        """Return parameters, or what the optimizer keeps of them: complete, as ever."""
+        self.samples, self._expected = self.fresh, None
+        self._accord.note(self.parameters())
+        taken = self._collect(self._merge.tensors(self.inner, self.parameters()))
+        if taken.nonfinite is None:
+            taken = replace(taken, weight=self._merge.weigh(taken.weight))
+        todo = dict.fromkeys(range(len(self._pieces)))
+        self._using = GlobalStep(
+            taken.vector, taken.weight, 0.0, early=False, todo=todo, merges=True
+        )
+        return replace(taken, codec="float32", fill_s=0.0)
+
     def begun(self, averaging: Averaging) -> None:
-        step = self._filling
+        step = self._filling or self._using
         assert step is not None
         step.job = averaging
         self.samples = 0.0
-        self._begun_at = self._handle.swarm.clock() if self._handle is not None else None
+        if step.merges:
+            self._late.clear()
+            averaging.ready(0, step.vector.numel())
+            return
+        if self._handle is not None:
+            self._pace.begun(self._handle.swarm.clock())
         # While the peers meet there is time for it.
-        self._agreement[:2] = fingerprint(self.parameters())
-        step.vector[:2] = self._agreement[:2]
-        step.vector[2] = 0.0
+        self._accord.note(self.parameters())
+        self._accord.write(step.vector)
         if not step.early:
             self._complete(step)
 
@@ -386,9 +411,12 @@ class OverlappedGradientAveraging(Strategy):
         started = self._handle.swarm.clock() if self._handle is not None else 0.0
         self._judge(step)
         gradients: dict[torch.Tensor, torch.Tensor] = {}
+        if step.merges and not step.skipped:
+            self._take_parameters(step)
+            wanted = list(step.todo)
         for number in wanted:
-            if not step.skipped:
-                self._take(step, self._pieces[number], gradients)
+            if not (step.skipped or step.merges):
+                step.take(self._pieces[number], gradients)
             del step.todo[number]
         if gradients:
             assert step.settings is not None
@@ -396,40 +424,23 @@ class OverlappedGradientAveraging(Strategy):
         if self._handle is not None:
             self._handle.waited(started)
 
-    def _take(
-        self, step: GlobalStep, piece: Piece, gradients: dict[torch.Tensor, torch.Tensor]
-    ) -> None:
-        assert step.job is not None
-        mean = step.job.means(piece.start, piece.stop).view(piece.tensor.shape)
-        if not piece.trained:
-            piece.tensor.copy_(mean)
-            return
-        gradient = torch.empty_like(piece.tensor)
-        gradient.copy_(mean if step.scale == 1 else mean * step.scale)
-        if not is_finite(gradient):
-            log.warning("the mean gradient of %s overflows: no peer changes it", piece.name)
-        elif bool(gradient.any().item()):  # what nobody used has no gradient
-            gradients[piece.tensor] = gradient
+    def _take_parameters(self, step: GlobalStep) -> None:
+        """What is here are parameters that have parted, or statistics: of all, now."""
+        mean, mine = step.means(0, step.vector.numel()), self.parameters()
+        first, tensors = mean[:NUMBERS].clone(), self._merge.tensors(self.inner, mine)
+        self._layouts.of(self._in_order(tensors)).write_back(mean)
+        self._accord.taken(self.inner, mine, first)
 
     def _judge(self, step: GlobalStep) -> None:
         """Look at what all peers must agree on, once for each step."""
         if step.judged:
             return
-        assert step.job is not None
-        first = step.job.means(0, self._agreement.numel())
-        if step.weight == 0:  # perhaps nobody had anything
-            rounds = step.job.wait().rounds
-            step.skipped = not any(mass > 0 for r in rounds for mass in r.masses)
-        if not step.skipped:
-            check_fingerprint(first[:2], self._agreement[:2])
-            if bool((first[2] > 0).item()):
-                step.skipped = True
-                self.skipped_steps += 1
-                log.warning("a gradient is not finite, here or at another peer: all skip this step")
-            elif self.max_grad_norm is not None:
-                start = self._before_main()
-                norm = norm_of(step.job.means(0, self._pieces[-1].stop)[start:])
-                step.scale = min(1.0, self.max_grad_norm / max(norm, 1e-30))
+        if self._accord.judge(step):
+            self.skipped_steps += 1
+        elif self.max_grad_norm is not None and not (step.skipped or step.merges):
+            start = self._before_main()
+            norm = norm_of(step.means(0, self._pieces[-1].stop)[start:])
+            step.scale = min(1.0, self.max_grad_norm / max(norm, 1e-30))
         step.judged = True
 
     def _use_rest(self) -> None:
@@ -437,10 +448,23 @@ class OverlappedGradientAveraging(Strategy):
             self._use(list(self._using.todo))
         self._using = None
 
+    def accepts(self, mean: torch.Tensor, report: EpochReport) -> bool:
+        self._heard = report
+        return True
+
     def adopt(self, snapshot: Snapshot, mean: torch.Tensor) -> None:
+        step = self._filling or self._using
+        if step is not None and step.new:  # heard while this peer's state was on its way
+            assert self._heard is not None, "accepts() comes first"
+            self._accord.note(self.parameters())
+            step.heard, step.settings = (mean, self._heard), PiecewiseStep(self.inner)
+            self._filling, self._using = None, step
         self._use_rest()
 
     def keep_local(self, snapshot: Snapshot) -> None:
+        if self._using is not None and self._using.merges:  # there is nobody
+            self._merge.end()
+            self._using = None
         self._use_rest()
 
     def overflowed(self, snapshot: Snapshot) -> None:
@@ -452,22 +476,17 @@ class OverlappedGradientAveraging(Strategy):
         if self._handle is not None:
             self._handle.flush()
 
-    def _sum_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        if parameter not in self._sums:
-            self._sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
-        return self._sums[parameter]
+    def taken_over(self) -> None:
+        super().taken_over()
+        self._gathered.clear()
+        self._merge.end()
+        self._late.clear()
+        self._useless = False
+        self._filling = self._using = self._expected = None
 
     def state_dict(self) -> dict[str, Any]:
-        sums = {p.name: self._sums[p.tensor] for p in self.parameters() if p.tensor in self._sums}
-        sums = {name: total.clone() for name, total in sums.items()}
-        gathered = {"batches": self._batches, "gathered": self._gathered}
-        return {**super().state_dict(), **gathered, "gradient_sums": sums}
+        return {**super().state_dict(), **self._gathered.state_dict(self.parameters())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._batches = min(int(state["batches"]), self.accumulate - 1)
-        self._gathered = float(state["gathered"])
-        self._sums.clear()
-        for named in self.parameters():
-            if named.name in state["gradient_sums"]:
-                self._sum_of(named.tensor).copy_(state["gradient_sums"][named.name])
+        self._gathered.load_state_dict(state, self.parameters(), self.accumulate - 1)
