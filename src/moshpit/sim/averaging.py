@@ -72,7 +72,12 @@ def attending(groups: Ints, alive: Bools, failure: Failure) -> Bools:
 
 
 def group_means(
-    values: Floats, masses: Floats, groups: Ints, alive: Bools, origins: Ints
+    values: Floats,
+    masses: Floats,
+    groups: Ints,
+    alive: Bools,
+    origins: Ints,
+    counted: Bools | None = None,
 ) -> tuple[Floats, Floats]:
     """Return everybody's value and mass after the living of each group have averaged.
 
@@ -84,10 +89,12 @@ def group_means(
         groups: (n,), the number of each peer's group, not negative.
         alive: (n,), who takes part.
         origins: (n,), the number of the group that made the value; -1 where none did.
+        counted: (n,), who is in its new group: also those that die as it has formed, whose share
+            is then lost. Nothing: the living.
     """
     giving = alive & (masses > 0)
     shares = np.ones_like(values)
-    kin = giving & (origins >= 0)
+    kin = (giving if counted is None else counted & (masses > 0)) & (origins >= 0)
     pairs = groups[kin] * (origins.max(initial=0) + 1) + origins[kin]
     _, which, counts = np.unique(pairs, return_inverse=True, return_counts=True)
     shares[kin] = counts[which]
