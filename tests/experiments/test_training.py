@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from moshpit.cli.app import app
 from moshpit.errors import ConfigError
-from moshpit.experiments import comparison, preemptible
+from moshpit.experiments import comparison, plots, preemptible
 from moshpit.experiments.catalogue import CATALOGUE, experiment
 from moshpit.experiments.language import ALPHABET, LENGTH, MaskedText, SharedLayers, text
 from moshpit.experiments.trials import Look, Trial
@@ -35,7 +35,7 @@ TINY = comparison.Plan(peers=4, group_size=2, batch=8, enough=1.0, limit_s=6.0)
 
 def trial(*scores: float, peers: int = 4, rising: bool = True, enough: float = 0.5) -> Trial:
     looks = tuple(
-        Look(at_s=10.0 * k, samples=100.0 * k, epoch=k, score=score, peers=peers)
+        Look(at_s=10.0 * k, samples=100.0 * k, epoch=k, score=score, peers=peers, steps=k)
         for k, score in enumerate(scores)
     )
     return Trial(
@@ -56,6 +56,12 @@ def test_every_method_trains_in_virtual_time(method: str) -> None:
     assert found.looks[-1].epoch >= 1
     assert found.looks[-1].samples > 0
     assert 0.0 <= found.looks[-1].score <= 1.0
+
+
+def test_every_method_is_drawn_in_a_way_of_its_own() -> None:
+    styles = {method.style for method in comparison.METHODS.values()}
+    assert len(styles) == len(comparison.METHODS)
+    assert max(styles) < min(len(plots.COLOURS), len(plots.MARKERS), len(plots.DASHES))
 
 
 def test_the_fleet_with_failures_loses_a_quarter_of_its_peers() -> None:
@@ -91,6 +97,8 @@ def test_ratios_are_of_pairs_and_need_every_run() -> None:
 def test_plans_that_make_no_sense() -> None:
     with pytest.raises(ConfigError, match="there are moshpit"):
         comparison.Plan(method="magic")
+    with pytest.raises(ConfigError, match="learning rate"):
+        comparison.Plan(rate=0.0)
     with pytest.raises(ConfigError, match="there are homogeneous"):
         comparison.Plan(fleet="none")
     with pytest.raises(ConfigError, match="a low and a high rate"):
@@ -103,7 +111,7 @@ def test_text_is_hidden_and_guessed() -> None:
     torch.random.manual_seed(0)
     model = task.model()
     before = task.score(model)
-    optimizer, rng = task.optimizer(model, 0.01), Random(1)
+    optimizer, rng = task.optimizer(model, 0.04), Random(1)
     for _ in range(20):
         optimizer.zero_grad()
         task.loss(model, rng, 32).backward()
@@ -141,6 +149,15 @@ def test_money_is_what_the_machines_cost_that_were_there() -> None:
     times, steps = preemptible.tables_of(plan, results)
     assert "1.50 times as fast" in times.text
     assert [row[0] for row in steps.rows] == ["1", "2", "3", "4"]
+    assert [row[3] for row in steps.rows] == ["-0.100", "-0.200", "-0.200", "-0.200"]
+    assert "over these steps is -0.175." in steps.text, "one seed: no verdict"
+    twice = {
+        "reliable": [*results["reliable"], trial(3.0, 2.6, 2.6, 2.4, 2.3, rising=False)],
+        "preemptible": [*results["preemptible"], trial(3.0, 2.8, 2.8, 2.6, 2.5, rising=False)],
+    }
+    assert ": equal within noise" in preemptible.tables_of(plan, twice)[1].text
+    twice["preemptible"][1] = trial(3.0, 2.44, 2.42, 2.21, 2.1, rising=False)
+    assert ": not equal within noise" in preemptible.tables_of(plan, twice)[1].text
     assert preemptible.as_csv(results).startswith("fleet,run,virtual_s,samples,step,peers,loss\n")
 
 
@@ -165,7 +182,7 @@ def test_the_command_says_what_is_wrong() -> None:
 def test_the_command_trains_writes_and_draws(tmp_path) -> None:
     arguments = [
         "--methods", "moshpit,ad-psgd", "--fleets", "homogeneous", "--peers", "4", "--seeds", "1",
-        "--target", "1", "--limit", "5", "--jobs", "1",
+        "--target", "1", "--limit", "5", "--jobs", "1", "--rate", "0.1", "--period", "2",
         "--csv", str(tmp_path / "looks.csv"), "--plot", str(tmp_path / "curves.svg"),
     ]  # fmt: skip
     result = CliRunner().invoke(app, ["experiment", "training", *arguments])

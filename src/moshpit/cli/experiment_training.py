@@ -52,6 +52,17 @@ def training(  # noqa: PLR0917 - typer reads the parameters
     limit: Annotated[
         float | None, typer.Option(metavar="S", help="vision: end after so many virtual seconds.")
     ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(metavar="R", help="vision: the learning rate. Default: each method's own."),
+    ] = None,
+    period: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="vision: local steps between averagings, where a method has such. Default: 4.",
+        ),
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(metavar="N", help="language: end after the time of so many steps.")
     ] = None,
@@ -102,6 +113,7 @@ def training(  # noqa: PLR0917 - typer reads the parameters
         raise ConfigError("--jobs and --seeds: give 1 or more")
     if which == "vision":
         given = _given(seed=seed, peers=peers, enough=target, limit_s=limit)
+        given |= _given(rate=rate, period=period)
         found = _vision(methods, fleets, given, (seeds or 5, jobs))
     elif which == "language":
         given = _given(seed=seed, preemptible=peers, enough=target, steps=steps)
