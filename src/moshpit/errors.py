@@ -7,6 +7,36 @@ The messages say what happened, to which peer, and what to do about it.
 
 from __future__ import annotations
 
+from typing import Final
+
+_REMEDIES: Final = {
+    "closing": "it is leaving the run: dial another peer",
+    "expired": "ask for a new ticket; if it should be valid, compare the two machines' clocks",
+    "full": "it has as many connections as it may: dial another peer",
+    "handshake-timeout": "its process hangs or is stopped, or the network is slow: look at that "
+    "machine, or use --preset internet",
+    "not-admitted": "ask whoever runs the training for a ticket",
+    "not-moshpit": "something else listens there: check the address",
+    "other-run": "somebody else's run listens there: check the address, or ask for a new ticket",
+    "other-version": "install the same version of moshpit on both machines",
+    "plaintext-mismatch": "start all peers of a run with --plaintext, or none",
+    "refused": "start a peer with --listen at this address, or check the port",
+    "self-dial": "give the address of another peer",
+    "silent": "its process hangs or is stopped; look at that machine",
+    "unreachable": "check the name, the network and the firewalls: `moshpit doctor`",
+}
+
+
+def printable(text: str) -> str:
+    r"""Return a text from elsewhere as one line that does nothing to a log or a terminal.
+
+    >>> print(printable("all good\n12:00:00 peer-dead \x1b[2J"))
+    all good\n12:00:00 peer-dead \x1b[2J
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
 
 class MoshpitError(Exception):
     """The root of all errors that Moshpit raises."""
@@ -23,13 +53,24 @@ class RemoteError(MoshpitError):
         peer: who did it, in the short form that logs use, or the address if nothing
             better is known yet.
         reason: a short, stable code such as ``"non-finite"``; tests and metrics use it.
+        detail: the rest of the message. What the peer itself said is in it in printable form.
     """
 
     def __init__(self, peer: str, reason: str, detail: str = "") -> None:
-        self.peer = peer
+        self.peer = printable(peer)
         self.reason = reason
-        self.detail = detail
-        super().__init__(f"peer {peer}: {reason}" + (f": {detail}" if detail else ""))
+        self.detail = printable(detail)
+        super().__init__(f"peer {self.peer}: {reason}" + (f": {self.detail}" if detail else ""))
+
+    @property
+    def told(self) -> str:
+        """The message without its reason, for a notice that has it as its code."""
+        return f"{self.peer}: {self.detail}" if self.detail else self.peer
+
+    @property
+    def remedy(self) -> str:
+        """What somebody who wanted to talk to this peer can do; empty if nothing is known."""
+        return _REMEDIES.get(self.reason, "")
 
 
 class TicketError(LocalError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moshpit.identity.tickets import RunKey
+from moshpit.types import Address
 
 from .conftest import Moshpit
 
@@ -129,6 +132,32 @@ def test_peers_that_do_not_come_are_one_line(moshpit: Moshpit, tmp_path: Path) -
     [error] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert "1 of 2 peers after 0.1 s (this one and nobody else)" in error
     assert error.endswith(f"({script}:3)")
+
+
+def test_a_port_that_is_taken_and_one_that_nobody_has(moshpit: Moshpit, tmp_path: Path) -> None:
+    script = write(tmp_path, "import moshpit\nmoshpit.join(identity='new').close()\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = "{}:{}".format(*taken.getsockname())
+        done = moshpit("run", "--ticket", TICKET, "--listen", address, script)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: cannot listen at {address}: Address already in use; ")
+    assert "choose another port" in done.stderr
+
+    ticket = RunKey.generate().invite().ticket((Address.parse(address),)).encode()
+    asked = moshpit("peers", "--ticket", ticket)
+    assert asked.returncode == 2
+    assert (
+        asked.stderr.split()
+        == (
+            f"error: peer {address}: refused: nobody listens there; "
+            "start a peer with --listen at this address, or check the port"
+        ).split()
+    )
+    first = moshpit("run", "--ticket", ticket, "--listen", "127.0.0.1:0", script)
+    assert first.returncode == 0
+    failed, here = first.stderr.splitlines()
+    assert f"{address}: refused: nobody listens there; trying again until somebody" in failed
+    assert re.search(r"this is peer \w{8} of run \w{8}, a worker, at 127.0.0.1:\d+$", here)
 
 
 @pytest.mark.parametrize(

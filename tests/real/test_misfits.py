@@ -72,6 +72,8 @@ def test_the_ticket_of_another_run_is_refused_at_once(place: Place) -> None:
     with pytest.raises(HandshakeError, match="other-run") as caught:
         place.join(stranger)
     assert str(place.address) in str(caught.value)
+    assert caught.value.__notes__ == [caught.value.remedy]
+    assert "ask for a new ticket" in caught.value.remedy
     assert len(place.swarm.peers()) == 1
 
 
@@ -113,8 +115,9 @@ moshpit.join({place.ticket!r}, listen="127.0.0.1:0", identity="new")
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
+    *_, last, advice = done.stderr.strip().splitlines()
     assert "HandshakeError" in last
+    assert advice == "install the same version of moshpit on both machines"
     assert "other-version" in last
     assert {str(version), str(version + 1)} <= set(re.findall(r"\d+", last)), last
 

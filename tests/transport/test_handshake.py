@@ -474,6 +474,37 @@ def test_garbage_inside_tls(name: str) -> None:
     run(work)
 
 
+def test_what_a_stranger_says_forges_no_line_of_the_log() -> None:
+    """Nor does it reach a terminal: the words of a refusal are the other side's own."""
+    forged = "\n12:00:00 peer-dead azvcby75 \x1b[2J\u202e"
+
+    async def work() -> None:
+        bench = TcpBench()
+        key = PeerKey.generate()
+        server, dialer = await peer_of(bench, key=key), await peer_of(bench)
+        frames = await Frames.dial(server.transport.addresses[0])
+        frames.write(await frames.read())  # its own hello is of its run
+        frames.write(msgspec.msgpack.encode([2, "expired", forged]))
+        await server.heard.until(lambda: bool(server.heard.notices), "the notice")
+        [notice] = server.heard.notices
+        assert notice.code == "expired"
+        assert "peer-dead azvcby75" in notice.detail
+        assert notice.detail.isprintable()
+        await frames.close()
+
+        def lie(name: str, frame: bytes) -> bytes:
+            told = msgspec.msgpack.encode([2, "full", forged])
+            return told if name == "answer" else frame
+
+        async with Middle(key, server.transport.addresses[0], lie) as address:
+            with pytest.raises(HandshakeError, match="peer-dead azvcby75") as caught:
+                await dialer.transport.dial(address)
+        assert str(caught.value).isprintable()
+        await bench.close()
+
+    run(work)
+
+
 STRANGERS = {
     "http": (b"GET / HTTP/1.1\r\n\r\n", "not-moshpit"),
     "zeros": (bytes(100), "not-moshpit"),

@@ -111,7 +111,7 @@ def run_app() -> None:
     except MoshpitError as error:
         if _Global.debug:
             raise
-        output.fail(str(error))
+        output.fail(output.message_of(error))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None

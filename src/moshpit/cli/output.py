@@ -7,6 +7,8 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from moshpit.errors import MoshpitError, RemoteError
+
 USAGE_ERROR = 2
 """The exit code of every error that is ours to explain."""
 
@@ -24,6 +26,12 @@ def stderr() -> Console:
 def explain(text: str) -> None:
     """Say something beside the result, in the terminal's own words and without markup."""
     stderr().print(text, markup=False, soft_wrap=True)
+
+
+def message_of(error: MoshpitError) -> str:
+    """Return what an error says, and what to do about it."""
+    remedy = error.remedy if isinstance(error, RemoteError) else ""
+    return f"{error}; {remedy}" if remedy else str(error)
 
 
 def fail(message: str) -> NoReturn:

@@ -25,16 +25,6 @@ DIALS = 3
 FAR_S = 0.3  # guess: beyond it, the `internet` preset's time-outs begin to be short
 CLOCK_S_MAX = 2.0  # guess: beyond it, no time service is at work
 
-_ADVICE = {
-    "other-run": "somebody else's run listens there: check the address, or ask for a new ticket",
-    "other-version": "install the same version of moshpit on both machines",
-    "not-admitted": "ask whoever runs the training for a ticket",
-    "expired": "ask for a new ticket; if it should be valid, compare the two machines' clocks",
-    "not-moshpit": "something else listens there: check the address",
-    "full": "it has as many connections as it may; try another peer",
-    "silent": "its process hangs or is stopped; look at that machine",
-}
-
 
 def check_dial(address: Address) -> Check:
     """Whether somebody accepts TCP connections at an address, and how long that takes."""
@@ -71,7 +61,7 @@ def check_visit(ticket: Ticket, address: Address) -> Check:
     try:
         found = visit(ticket, [address], preset("internet"))
     except RemoteError as error:
-        advice = _ADVICE.get(error.reason, "see that machine's log for its side of it")
+        advice = error.remedy or "see that machine's log for its side of it"
         return Check(subject, Status.FAIL, str(error), advice)
     times = sorted(found.round_trips_s)
     return Check(
@@ -96,7 +86,7 @@ def check_consultation(
     try:
         found = consult(ticket, address, config, listen=listen, advertise=advertise)
     except RemoteError as error:
-        advice = _ADVICE.get(error.reason, "see that machine's log for its side of it")
+        advice = error.remedy or "see that machine's log for its side of it"
         yield Check("consultation", Status.FAIL, str(error), advice)
         return
     yield judge_clock(found)

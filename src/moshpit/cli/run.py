@@ -190,7 +190,7 @@ def run_script(path: Path, args: list[str]) -> None:
     except MoshpitError as error:
         if _log.isEnabledFor(logging.DEBUG):
             raise
-        output.report_error(f"{error}{_place(path, error)}")
+        output.report_error(f"{output.message_of(error)}{_place(path, error)}")
         raise SystemExit(output.USAGE_ERROR) from None
     except Leaving as error:
         last_words(error)

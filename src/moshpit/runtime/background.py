@@ -8,6 +8,7 @@ side is touched in that thread only; the trainer asks through `call` and `post`.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine
@@ -21,9 +22,12 @@ from moshpit.runtime.waiting import REAL_TIME, Waiting
 
 T = TypeVar("T")
 
+STDERR = 2
+
 
 def new_loop() -> asyncio.AbstractEventLoop:
     """Return a fresh event loop: uvloop's where it is installed, asyncio's elsewhere."""
+    _fill_standard_streams()
     if sys.platform != "win32":
         try:
             import uvloop
@@ -32,6 +36,17 @@ def new_loop() -> asyncio.AbstractEventLoop:
         else:
             return uvloop.new_event_loop()
     return asyncio.new_event_loop()
+
+
+def _fill_standard_streams() -> None:
+    """Open what somebody has closed of descriptors 0 to 2, as a daemon's parent may have.
+
+    A socket would get such a number: libuv aborts the process when it closes one, and whatever
+    prints would print to a peer.
+    """
+    while (free := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(free, True)
+    os.close(free)
 
 
 class Bridge(Protocol):

@@ -55,6 +55,7 @@ class Contacts:
         if len(errors) == len(self._addresses):
             for error in errors:
                 if isinstance(error, RemoteError) and error.reason in REFUSED_FOR_GOOD:
+                    error.add_note(error.remedy)
                     raise error
         self._task = asyncio.get_running_loop().create_task(self._keep(alone, doubled))
 

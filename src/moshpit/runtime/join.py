@@ -20,7 +20,7 @@ from moshpit.runtime.reach import Reach
 from moshpit.runtime.swarm import Swarm
 from moshpit.runtime.upnp import PortMapper
 from moshpit.transport.tcp import TcpTransport
-from moshpit.types import Address, Role, RunId
+from moshpit.types import Address, Role, RunId, short
 
 log = logging.getLogger("moshpit")
 
@@ -133,6 +133,11 @@ def join(
         bandwidth=(bandwidth_mbit or 0.0) * MBIT,
     )
     joined.append(swarm)
+    log.info(
+        "this is peer %s of run %s, a %s, %s",
+        *(short(swarm.peer_id), short(swarm.run_id), role.value),
+        "at " + ", ".join(map(str, swarm.addresses)) if swarm.addresses else "not to be dialled",
+    )
     _leave_on_sigterm()
     return swarm
 

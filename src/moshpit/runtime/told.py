@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Final, final
 
+from moshpit.errors import printable
 from moshpit.events import Notice
 from moshpit.types import short
 
@@ -36,5 +37,5 @@ class NoticeLog:
             if self._behind_at - before < BEHIND_LINE_S:
                 level = logging.DEBUG
         who = f" {short(notice.peer)}" if notice.peer is not None else ""
-        detail = f": {notice.detail}" if notice.detail else ""
+        detail = f": {printable(notice.detail)}" if notice.detail else ""
         log.log(level, "%s%s%s", notice.code, who, detail)

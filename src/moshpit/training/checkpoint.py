@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar, final
@@ -23,13 +24,15 @@ from moshpit.protocol.reunion import Chosen
 from moshpit.runtime.ambient import get_resume, get_resume_wait_s
 from moshpit.runtime.states import StateSync
 from moshpit.training.resuming import RESUME_WAIT_S, agree, others_hold, wait_for_others
-from moshpit.training.shelf import Saved, prune, read, saved_in, sweep, write
+from moshpit.training.shelf import Saved, prune, read, saved_in, sweep, try_out, write
 from moshpit.training.state import Capture, Stateful, TrainingState
 from moshpit.training.tree import TreeWriter
 
 log = logging.getLogger("moshpit.training")
 
 T = TypeVar("T", bound=Stateful)
+
+REPEAT_S = 60.0  # guess: how soon the same failure to save is said again
 
 
 @final
@@ -120,6 +123,8 @@ class Checkpoint:
         self._last: Saved | None = None
         self._begun_epoch = 0
         self._saved_epoch = 0
+        self._failure = ""
+        self._failure_at = 0.0
 
     # --- what users call --------------------------------------------------------------------
 
@@ -207,6 +212,7 @@ class Checkpoint:
             found = saved_in(self._resume, owner) if self._resume is not None else []
         except OSError as error:
             raise ConfigError(f"checkpoints cannot be read: {error}") from error
+        self._try_out()
         if self._resume is not None:
             self._load(self._resume, found)
         elif here:
@@ -244,6 +250,32 @@ class Checkpoint:
 
     # --- saving -----------------------------------------------------------------------------
 
+    def _try_out(self) -> None:
+        """Say now, and not when hours of training are to be saved, that they cannot be."""
+        try:
+            try_out(self.directory)
+        except OSError as error:
+            log.warning(
+                "checkpoints cannot be saved in %s: %s; give a directory that this user may "
+                "write in. Training goes on, and each epoch tries again",
+                self.directory,
+                error.strerror or error,
+            )
+
+    def _say_unsaved(self, epoch: int, error: Exception) -> None:
+        """An epoch may take a second, and a disk may be full for a day: say it now and then."""
+        now = time.monotonic()
+        kind = (isinstance(error, OSError) and error.strerror) or str(error)  # without the file
+        again = kind == self._failure and now - self._failure_at < REPEAT_S
+        if not again:
+            self._failure, self._failure_at = kind, now
+        log.log(
+            logging.DEBUG if again else logging.WARNING,
+            "epoch %d could not be saved in %s: %s; %s stays, the next epoch tries again",
+            *(epoch, self.directory, error),
+            self._last.path.name if self._last is not None else "what was there",
+        )
+
     def _epoch(self) -> int:
         return int(getattr(self._optimizer, "epoch", 0))
 
@@ -277,16 +309,9 @@ class Checkpoint:
             self._last = write(self.directory, self._owner, state.image())
         except (OSError, StateError) as error:
             self._begun_epoch = self._saved_epoch
-            stays = self._last.path.name if self._last is not None else "what was there"
-            log.warning(
-                "epoch %d could not be saved in %s: %s; %s stays, the next epoch tries again",
-                state.epoch,
-                self.directory,
-                error,
-                stays,
-            )
+            self._say_unsaved(state.epoch, error)
             return
-        self._saved_epoch = state.epoch
+        self._saved_epoch, self._failure = state.epoch, ""
         log.info("saved %s", self._last.path)
         try:
             prune(self.directory, self.keep, self._last)

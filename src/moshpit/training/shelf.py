@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,6 +67,17 @@ def saved_in(directory: Path, owner: str = "") -> list[Saved]:
             epoch, whose, number = match.groups()
             found.append(Saved(Path(entry.path), int(epoch), whose, int(number or 1)))
     return sorted(found, key=lambda s: (-s.epoch, s.owner != owner, -s.number, s.owner))
+
+
+def try_out(directory: Path) -> None:
+    """See whether files can be made in a directory, and make it if it does not exist.
+
+    Raises:
+        OSError: they cannot.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory, prefix=_LEFTOVER):
+        pass
 
 
 def write(directory: Path, owner: str, image: StateImage) -> Saved:

@@ -111,8 +111,7 @@ class Doors:
         try:
             sock, where = await connect_any((address,), self._config.dial_timeout_s)
         except OSError as error:
-            reason = "refused" if isinstance(error, ConnectionRefusedError) else "unreachable"
-            raise UnreachableError(str(address), reason, str(error)) from error
+            raise _unreached(address, error) from error
         link = self._new_link(where)
         try:
             async with asyncio.timeout(self._config.handshake_timeout_s):
@@ -194,7 +193,7 @@ class Doors:
         except (CrossedError, WithdrawnError):
             return  # no fault: this peer's own dial stays, or the dialer needs none any more
         except RemoteError as error:
-            self._notices.tell(error.reason, link.proved, str(error))
+            self._notices.tell(error.reason, link.proved, error.told)
         finally:
             if self._host.owner(link) is None:
                 link.close()  # the loop owns the socket, also where TLS did not come up
@@ -240,3 +239,9 @@ class Doors:
     def _track(self, link: ControlLink) -> None:
         self.links.append(link)
         link.closed.add_done_callback(lambda _: self.links.remove(link))
+
+
+def _unreached(address: Address, error: OSError) -> UnreachableError:
+    if isinstance(error, ConnectionRefusedError):
+        return UnreachableError(str(address), "refused", "nobody listens there")
+    return UnreachableError(str(address), "unreachable", str(error).removeprefix(f"{address}: "))

@@ -169,8 +169,7 @@ async def _hear_hello(link: ControlLink, me: Self) -> _Hello:
         raise HandshakeError(
             link.where,
             "other-version",
-            f"it speaks protocol version {version}, this peer {PROTOCOL_VERSION}: "
-            "use the same version of moshpit everywhere",
+            f"it speaks protocol version {version}, this peer {PROTOCOL_VERSION}",
         )
     hello = _decode(_hello_decoder, frame[_PREFIX.size :], link.where)
     if len(hello.nonce) != NONCE_BYTES or len(hello.instance) != 16:

@@ -25,6 +25,13 @@ BACKLOG: Final = 256
 ACCEPTS_PER_TURN: Final = 64  # guess: other callbacks get their turn
 EXHAUSTED_PAUSE_S: Final = 0.5  # guess: out of file descriptors: try again then
 
+_ADVICE: Final = {
+    errno.EADDRINUSE: "end the process that has it, or choose another port (0: any that is free)",
+    errno.EADDRNOTAVAIL: "this machine has no such address: listen at 0.0.0.0, or at [::], and "
+    "advertise the address that leads here",
+    errno.EACCES: "not allowed: ports below 1024 are the administrator's, choose a higher one",
+}
+
 Welcome = Callable[[socket.socket, str], Awaitable[None]]
 """Takes a stranger's socket (which it owns from then on) and its address, and proves it."""
 
@@ -73,7 +80,7 @@ class Port:
             family, kind, proto, _, where = found[0]
             sock = socket.socket(family, kind, proto)
         except OSError as error:
-            raise LocalError(f"cannot listen at {address}: {error.strerror or error}") from error
+            raise _not_here(address, error) from error
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -85,7 +92,7 @@ class Port:
             sock.listen(BACKLOG)
         except OSError as error:
             sock.close()
-            raise LocalError(f"cannot listen at {address}: {error.strerror or error}") from error
+            raise _not_here(address, error) from error
         self._sock = sock
         self._loop.add_reader(sock, self._accept, sock)
         return Address(address.host, sock.getsockname()[1])
@@ -170,13 +177,20 @@ class Port:
             detail = f"{where} did not prove itself within {self._timeout_s} s"
             self._notices.tell("handshake-timeout", None, detail)
         except RemoteError as error:
-            self._notices.tell(error.reason, None, str(error))
+            self._notices.tell(error.reason, None, error.told)
         except OSError as error:
             self._notices.tell("handshake-broken", None, f"{where}: {error}")
         except asyncio.CancelledError:
             # The port closes, or this stranger had to make room: either way it is over.
             if not stranger.evicted:
                 raise
+
+
+def _not_here(address: Address, error: OSError) -> LocalError:
+    """Return why this process cannot listen at an address, and what to do."""
+    said = f"cannot listen at {address}: {error.strerror or error}"
+    advice = _ADVICE.get(error.errno or 0)
+    return LocalError(f"{said}; {advice}" if advice else said)
 
 
 async def readable(sock: socket.socket) -> None:
