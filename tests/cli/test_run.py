@@ -157,7 +157,7 @@ def test_a_port_that_is_taken_and_one_that_nobody_has(moshpit: Moshpit, tmp_path
     assert first.returncode == 0
     failed, here = first.stderr.splitlines()
     assert f"{address}: refused: nobody listens there; trying again until somebody" in failed
-    assert re.search(r"this is peer \w{8} of run \w{8}, a worker, at 127.0.0.1:\d+$", here)
+    assert re.search(r"this is peer \w{8} of run \w{8}, role worker, at 127.0.0.1:\d+$", here)
 
 
 @pytest.mark.parametrize(

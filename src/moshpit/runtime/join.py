@@ -134,7 +134,7 @@ def join(
     )
     joined.append(swarm)
     log.info(
-        "this is peer %s of run %s, a %s, %s",
+        "this is peer %s of run %s, role %s, %s",
         *(short(swarm.peer_id), short(swarm.run_id), role.value),
         "at " + ", ".join(map(str, swarm.addresses)) if swarm.addresses else "not to be dialled",
     )
