@@ -25,7 +25,7 @@ class MembershipConfig:
     probe_timeout_s: float = 0.5  # memberlist LAN
     indirect_probes: int = 3  # memberlist LAN
     suspicion_multiplier: float = 4.0  # memberlist LAN: × log10(N+1) × probe interval
-    retransmit_multiplier: float = 3.0  # × log10(N+1) sends of each rumour
+    retransmit_multiplier: float = 4.0  # memberlist: × log10(N+1) sends of each rumour
     rumors_per_message_max: int = 24  # guess: about 10 KB a message
     exchange_interval_s: float = 15.0  # memberlist LAN push/pull 30 s, shortened for churn
     dead_kept_s: float = 300.0  # guess: how long a death is remembered, against ghosts

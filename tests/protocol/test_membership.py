@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moshpit.config import MembershipConfig
 from moshpit.errors import ConfigError
 from moshpit.events import Notice
-from moshpit.protocol.gossip import PAGE_ITEMS, Rumors, pages
+from moshpit.protocol.gossip import PAGE_ITEMS, Rumors, mention_of, pages
 from moshpit.protocol.judge import RECORD_BYTES_MAX, record_flaw
 from moshpit.protocol.machine import Effect, Emit, LinkDown, LinkUp, Received, Send, Tick
 from moshpit.protocol.view import BUCKETS, Status
@@ -433,13 +433,14 @@ def test_rumors_go_least_sent_first_newest_first_and_end() -> None:
     for record in (one, two, three):
         rumors.add(record)
     # ceil(3 · log10(3+1)) = 2 sends each
-    assert rumors.pick(3).records == (three, two)
-    assert rumors.pick(3).records == (one, two)
-    assert rumors.pick(3).records == (one, three)
+    assert rumors.pick(3) == Gossip((three, two))
+    # Told in full once, mentioned after that.
+    assert rumors.pick(3) == Gossip((one,), (), (mention_of(two),))
+    assert rumors.pick(3) == Gossip((), (), (mention_of(one), mention_of(three)))
     assert rumors.pick(3) is NO_GOSSIP
     rumors.add(one)
-    assert rumors.pick(3).records == (one,)
-    assert rumors.pick(3).records == (one,)
+    assert rumors.pick(3) == Gossip((one,))
+    assert rumors.pick(3) == Gossip((), (), (mention_of(one),))
     assert len(rumors) == 0
 
 

@@ -27,7 +27,9 @@ from moshpit.wire.messages import (
     Digest,
     Goodbye,
     Gossip,
+    Mention,
     News,
+    NewsAsk,
     Outline,
     PeerRecord,
     Ping,
@@ -259,8 +261,13 @@ plausible = st.builds(
 )
 any_record = st.one_of(records, plausible)
 suspicions = st.builds(Suspicion, peers, counters, st.booleans(), peers)
+short_ids = st.one_of(st.integers(0, 6).map(lambda n: peer_id(n)[:6]), st.binary(max_size=8))
+mentions = st.builds(Mention, short_ids, counters, counters)
 gossip = st.builds(
-    Gossip, st.lists(any_record, max_size=4).map(tuple), st.lists(suspicions, max_size=4).map(tuple)
+    Gossip,
+    st.lists(any_record, max_size=4).map(tuple),
+    st.lists(suspicions, max_size=4).map(tuple),
+    st.lists(mentions, max_size=4).map(tuple),
 )
 messages: st.SearchStrategy[AnyMessage] = st.one_of(
     st.builds(Ping, counters, gossip),
@@ -279,6 +286,7 @@ messages: st.SearchStrategy[AnyMessage] = st.one_of(
         st.booleans(),
     ),
     st.builds(Goodbye, any_record),
+    st.builds(NewsAsk, st.lists(short_ids, max_size=4).map(tuple)),
 )
 senders = st.integers(1, 5).map(peer_id)
 events = st.one_of(

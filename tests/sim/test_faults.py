@@ -77,7 +77,8 @@ def test_seeds_that_were_red(name: str, seed: int, peers: int | None) -> None:
     """What was wrong:
 
     - joiners 1000: who held an averaging back, to merge sides, wanted ticks without end;
-    - nat 1009: clients, all whose reducers had died, were expected to average;
+    - nat 1009: clients, all whose reducers had died, were expected to average, and later on to
+      know who of them lives, and to be in step;
     - storm 641: packets that were lost long after all had healed were expected to do no harm;
     - storm 1237: who had fetched its state on a side that was cut off, and behind, was expected
       in the other side's next epoch.

@@ -60,7 +60,7 @@ class Roster:
         self._config = config
         self.me: Final = signer.peer
         self.view = LiveView(signer.sign_message(record), now, known)
-        self.rumors = Rumors(config.retransmit_multiplier, config.rumors_per_message_max)
+        self.rumors = Rumors(config.retransmit_multiplier, config.rumors_per_message_max, self.me)
         self.out: list[Effect] = []
         self.urgent = False
         """Something in the queue should not wait for the next probe."""

@@ -96,6 +96,16 @@ class LiveView:
         entry = self.entries.get(peer)
         return None if entry is None else entry.record
 
+    def called(self, short_id: bytes) -> list[PeerId]:
+        """Return the peers, alive or not, whose ids begin like this."""
+        found: list[PeerId] = []
+        for ids in (self._live, self._gone):
+            at = bisect_left(ids, short_id)
+            while at < len(ids) and ids[at].startswith(short_id):
+                found.append(ids[at])
+                at += 1
+        return found
+
     def status(self, peer: bytes) -> Status | None:
         """What is believed of a peer; None: it is not known."""
         entry = self.entries.get(peer)

@@ -42,6 +42,7 @@ from moshpit.wire.messages import (
     Goodbye,
     Message,
     News,
+    NewsAsk,
     Outline,
     Ping,
     PingReq,
@@ -52,7 +53,9 @@ CONNECTING, UP, DOWN = 0, 1, 2
 PACKET_BYTES = 1448  # Ethernet with TCP time stamps
 RTO_S = 0.2  # Linux's shortest retransmission time-out
 HANDSHAKE_TRIPS = 6  # one-way: TCP, TLS 1.3, proof of keys
-_MEMBERSHIP = frozenset((Ack, Difference, Digest, Goodbye, News, Outline, Ping, PingReq, ViewAsk))
+_MEMBERSHIP = frozenset(
+    (Ack, Difference, Digest, Goodbye, News, NewsAsk, Outline, Ping, PingReq, ViewAsk)
+)
 
 _encode = msgspec.msgpack.Encoder().encode_into
 

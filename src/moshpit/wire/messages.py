@@ -94,11 +94,22 @@ class Suspicion(msgspec.Struct, frozen=True, array_like=True):
     by: bytes
 
 
+class Mention(msgspec.Struct, frozen=True, array_like=True):
+    """That there is news of a peer, and which; whoever lacks it asks for it (`NewsAsk`)."""
+
+    peer: bytes
+    """The first 6 bytes of its id."""
+    incarnation: int
+    version: int
+    """Of its record; -1: it is suspected; -2: it is dead."""
+
+
 class Gossip(msgspec.Struct, frozen=True, array_like=True):
     """News that rides on other messages."""
 
     records: tuple[PeerRecord, ...] = ()
     suspicions: tuple[Suspicion, ...] = ()
+    mentions: tuple[Mention, ...] = ()
 
 
 NO_GOSSIP = Gossip()
@@ -167,6 +178,13 @@ class Outline(Message, frozen=True, tag=9):
     """The sender wants the receiver's outline of these buckets, too."""
     asks: bool = False
     """Not what I have, but what I lack: please send me these records."""
+
+
+class NewsAsk(Message, frozen=True, tag=18):
+    """You have mentioned news of these peers: tell me. Answered by `News`."""
+
+    peers: tuple[bytes, ...]
+    """The first 6 bytes of each one's id."""
 
 
 # --- matchmaking --------------------------------------------------------------------------
@@ -364,13 +382,15 @@ class Refusal(Message, frozen=True, tag=28):
 
 
 AnyMessage = (
-    Ping | Ack | PingReq | News | Digest | Difference | ViewAsk | Goodbye | Outline
+    Ping | Ack | PingReq | News | Digest | Difference | ViewAsk | Goodbye | Outline | NewsAsk
     | Join | JoinAck | JoinRefused | Redirect | Unjoin | Call | CallReply | GroupFormed
     | Beat | GroupAsk | Takeover | Held | Redo | Want | MemberDone | RoundOver | Refusal
     | LinkMessage | HelpMessage | StateMessage | ParcelMessage
 )  # fmt: skip
 
-MEMBERSHIP_MESSAGES = (Ping, Ack, PingReq, News, Digest, Difference, ViewAsk, Goodbye, Outline)
+MEMBERSHIP_MESSAGES = (
+    Ping, Ack, PingReq, News, Digest, Difference, ViewAsk, Goodbye, Outline, NewsAsk
+)  # fmt: skip
 MATCHMAKING_MESSAGES = (
     Join, JoinAck, JoinRefused, Redirect, Unjoin, Call, CallReply, GroupFormed
 )  # fmt: skip
