@@ -228,4 +228,9 @@ def test_an_epoch_is_judged_by_its_rows() -> None:
     )  # fmt: skip
     assert EpochReport(0, (column, row), 1.0).outcome is Outcome.PARTIAL
     assert row.fallback == (1,)
+    assert EpochReport(0, (column, row), 1.0).parted, "that row has its own mean in a chunk"
+    some = msgspec.structs.replace(row, reach=(2, 1, 2))
+    assert EpochReport(0, (some,), 1.0).parted, "another row may have its own mean there"
+    whole = msgspec.structs.replace(row, reach=(2, 2, 2))
+    assert not EpochReport(0, (column, whole), 1.0).parted, "what matters is what the row has"
     assert column.contributors() == (A, H)

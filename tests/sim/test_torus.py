@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moshpit.events import Outcome, RoundReport
+from moshpit.events import EpochReport, Outcome, RoundReport
 from moshpit.protocol.machine import (
     AdoptResult,
     AveragingEnded,
@@ -280,6 +280,7 @@ def test_a_column_that_one_row_cannot_reach_leaves_that_row_its_own_mean() -> No
             at_fault = span[0] <= chunk < span[1]
             assert reach == (2 if not at_fault else 0 if in_this_row else 1)
         assert row.fallback == (tuple(range(*span)) if in_this_row else ())
+        assert EpochReport(0, (row,), 1.0).parted, "everybody knows"
 
 
 def test_a_holder_that_gives_nothing_out_is_replaced() -> None:

@@ -159,12 +159,12 @@ def test_who_comes_while_all_give_the_same_again_takes_part(
 # --- without a network ------------------------------------------------------------------------
 
 
-class Pair:
-    """One of some peers with a line of eight weights, of whom each step is known."""
+class Member:
+    """One of some peers whose gradients are known."""
 
-    def __init__(self, peer: object, index: int) -> None:
-        self.weight = torch.nn.Parameter(torch.zeros(20))
-        self.strategy = GradientAveraging(1e9)
+    def __init__(self, peer: object, index: int, rank: int | None) -> None:
+        self.weight = torch.nn.Parameter(torch.zeros(4, 5))
+        self.strategy = GradientAveraging(1e9, powersgd_rank=rank)
         inner = torch.optim.SGD([self.weight], lr=1.0)
         self.optimizer = moshpit.Optimizer(inner, peer, self.strategy, batch_size=1)
         self.slope = float(index + 1)
@@ -174,10 +174,10 @@ class Pair:
         self.optimizer.step()
 
 
-def pairs(weather: dict[int, Weather]) -> list[Pair]:
+def members(weather: dict[int, Weather], rank: int | None = None) -> list[Member]:
     swarm = FaultySwarm(4, 8)
     swarm.weather.update(weather)
-    return [Pair(peer, index) for index, peer in enumerate(swarm.peers)]
+    return [Member(peer, index, rank) for index, peer in enumerate(swarm.peers)]
 
 
 TORN = Weather(torn=frozenset({0, 1}))
@@ -185,18 +185,31 @@ TORN = Weather(torn=frozenset({0, 1}))
 
 @pytest.mark.parametrize("times", range(1, REPEATS_MAX + 1))
 def test_what_not_all_have_got_is_given_again(times: int, together) -> None:
-    peers = pairs(dict.fromkeys(range(times), TORN))
+    peers = members(dict.fromkeys(range(times), TORN))
     for peer in peers:
         peer.step()
     together(*[p.optimizer.finish for p in peers])
     for peer in peers:
         assert peer.optimizer.epoch == times + 1
-        assert torch.equal(peer.weight, torch.full((20,), -2.5)), "the mean of all slopes"
+        assert torch.equal(peer.weight, torch.full((4, 5), -2.5)), "the mean of all slopes"
         assert peer.optimizer.stats.carried == times
 
 
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_of_low_rank_all_of_the_step_is_made_anew(epoch: int, together) -> None:
+    """Epoch 0 averages P, epoch 1 Q."""
+    peers = members({epoch: TORN}, rank=2)
+    for peer in peers:
+        peer.step()
+    together(*[p.optimizer.finish for p in peers])
+    for peer in peers:
+        assert peer.optimizer.epoch == 3 + epoch
+        torch.testing.assert_close(peer.weight.detach(), torch.full((4, 5), -2.5))
+        assert torch.equal(peer.weight, peers[0].weight)
+
+
 def test_an_averaging_that_never_comes_to_all_stops_nobody(together) -> None:
-    peers = pairs(dict.fromkeys(range(REPEATS_MAX + 1), TORN))
+    peers = members(dict.fromkeys(range(REPEATS_MAX + 1), TORN))
     for peer in peers:
         peer.step()
     together(*[p.optimizer.finish for p in peers])
@@ -211,9 +224,9 @@ def test_an_averaging_that_never_comes_to_all_stops_nobody(together) -> None:
 
 def test_who_has_not_heard_of_it_makes_the_step_and_all_find_together(together) -> None:
     """A holder that dies after its column leaves the other rows with a whole mean."""
-    peers = pairs({0: Weather(torn=frozenset({0, 1}), unseen=True)})
+    peers = members({0: Weather(torn=frozenset({0, 1}), unseen=True)})
 
-    def unaware(peer: Pair) -> None:
+    def unaware(peer: Member) -> None:
         peer.optimizer.finish()
         peer.step()
         peer.optimizer.finish()

@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from moshpit.experiments.trials import Task
+from moshpit.training.optim import LAMB
 
 ALPHABET: Final = "\n" + "".join(chr(code) for code in range(32, 127))
 MASK: Final = len(ALPHABET)
@@ -37,6 +38,7 @@ REACH: Final = 7  # characters that the convolution sees; so it also tells place
 BLOCK_CHARS: Final = 1000
 HELD_EVERY: Final = 20  # blocks: all parts of the text are in what is held out
 HELD_BATCH: Final = 256
+DECAY: Final = 0.01  # paper §4.3: LAMB as for ALBERT, Lan et al. 2019
 TEXT_CHARS_MAX: Final = 520_000  # parsing more of the library takes longer than it helps
 DOCSTRING_CHARS_MIN: Final = 200
 """Shorter ones are hardly text."""
@@ -138,7 +140,14 @@ class MaskedText(Task):
 
     def optimizer(self, model: nn.Module, rate: float) -> torch.optim.Optimizer:
         """See `Task.optimizer`."""
-        return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
+        parameters = list(model.parameters())
+        return LAMB(
+            [
+                {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
+                {"params": [p for p in parameters if p.dim() == 1]},  # biases and norms
+            ],
+            lr=rate,
+        )
 
     def loss(self, model: nn.Module, rng: Random, batch: int) -> torch.Tensor:
         """See `Task.loss`."""

@@ -49,7 +49,7 @@ NEAR_S, FAR_S = 0.0001, 0.05  # one way to the middle: a room, continents; a sta
 GROUP_SIZE: Final = 8  # paper §4.3
 PIECE_BYTES: Final = 16 << 10
 NORM_MAX: Final = 1.0  # of the mean gradient, as usual for such models
-LOOK_STEPS: Final = 0.5  # looks per step of the reliable fleet
+LOOKS: Final = 4  # in the time of a step of the reliable fleet: so that no step is passed over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +82,15 @@ class Plan:
     preemptible: int = 32
     slowness: tuple[float, ...] = (1.6, 2.0, 2.5)
     mbit_s: tuple[float, float] = (100.0, 1500.0)
-    target: int = 128
+    target: int = 256
     batch: int = 1
-    steps: int = 50
+    steps: int = 40
     tub: Bathtub = field(default_factory=Bathtub)
     replaced_s: float = 300.0
     reliable_usd: float = 3.06
     preemptible_usd: float = 0.2
-    rate: float = 0.01
-    enough: float = 2.8
+    rate: float = 0.04
+    enough: float = 2.6
 
     def __post_init__(self) -> None:
         if self.fleet not in FLEETS:
@@ -143,7 +143,7 @@ def setting_of(plan: Plan) -> Setting:
         batch=plan.batch,
         step_s=plan.step_s,
         seed=plan.seed,
-        look_s=plan.pace_s / LOOK_STEPS,
+        look_s=plan.pace_s / LOOKS,
         limit_s=limit_s,
         enough=plan.enough,
         rising=False,
@@ -194,7 +194,7 @@ def run_study(
         came = "not reached" if trial.seconds is None else f"{trial.seconds:.0f} virtual s"
         say(
             f"{plan.fleet} fleet, seed {plan.seed}: loss {plan.enough:g} after {came}; "
-            f"{trial.looks[-1].epoch} steps ({trial.cpu_s:.0f} CPU s here)"
+            f"{trial.looks[-1].steps} steps ({trial.cpu_s:.0f} CPU s here)"
         )
 
     found: dict[str, list[Trial]] = {}
@@ -227,7 +227,22 @@ def trial_is_reliable(plan: Plan) -> bool:
 
 def loss_at_step(trial: Trial, step: int) -> float | None:
     """Return the loss at the first look in a global step or later; None: it did not come there."""
-    return next((look.score for look in trial.looks if look.epoch >= step), None)
+    return next((look.score for look in trial.looks if look.steps >= step), None)
+
+
+def steps_looked_at(results: Results) -> list[int]:
+    """Return five steps up to the last that all runs have made, at about equal distances."""
+    last = min(trial.looks[-1].steps for runs in results.values() for trial in runs)
+    return sorted({max(1, last * k // 5) for k in range(1, 6)})
+
+
+def differences(results: Results, steps: Sequence[int]) -> list[list[float]]:
+    """Return for each seed how much more the loss of the preemptible fleet is at these steps."""
+    found: list[list[float]] = []
+    for theirs, ours in zip(results["reliable"], results["preemptible"], strict=True):
+        pairs = [(loss_at_step(ours, step), loss_at_step(theirs, step)) for step in steps]
+        found.append([a - b for a, b in pairs if a is not None and b is not None])
+    return found
 
 
 def tables_of(plan: Plan, results: Results) -> tuple[Table, ...]:
@@ -240,7 +255,7 @@ def tables_of(plan: Plan, results: Results) -> tuple[Table, ...]:
         costs = [cost for cost in (cost_usd(here, trial) for trial in runs) if cost is not None]
         seconds[fleet] = reached
         peers = mean_of([look.peers for trial in runs for look in trial.looks]).mean
-        step_s = [trial.looks[-1].at_s / max(1, trial.looks[-1].epoch) for trial in runs]
+        step_s = [trial.looks[-1].at_s / max(1, trial.looks[-1].steps) for trial in runs]
         whole = len(reached) == len(runs)
         rows.append(
             (
@@ -267,26 +282,31 @@ def tables_of(plan: Plan, results: Results) -> tuple[Table, ...]:
         f"{plan.preemptible_usd:g} USD, parameters of the experiment.",
         natures=(Nature.SIMULATED, Nature.MODELLED),
     )
-    return (time_table, _steps_table(plan, results))
+    return (time_table, _steps_table(results))
 
 
-def _steps_table(plan: Plan, results: Results) -> Table:
-    last = min(trial.looks[-1].epoch for runs in results.values() for trial in runs)
-    steps = sorted({max(1, last * k // 5) for k in range(1, 6)})
+def _steps_table(results: Results) -> Table:
+    steps = steps_looked_at(results)
+    apart = differences(results, steps)
     rows: list[tuple[str, ...]] = []
-    for step in steps:
+    for number, step in enumerate(steps):
         cells: list[str] = []
         for fleet in FLEETS:
             losses = [loss_at_step(trial, step) for trial in results[fleet]]
-            known = [loss for loss in losses if loss is not None]
-            cells.append(words(mean_of(known), 3) if known else "")
-        rows.append((str(step), *cells))
+            cells.append(words(mean_of([loss for loss in losses if loss is not None]), 3))
+        rows.append((str(step), *cells, words(mean_of([row[number] for row in apart]), 3)))
+    overall = mean_of([sum(row) / len(row) for row in apart])
+    verdict = ""
+    if overall.runs > 1:
+        equal = overall.low <= 0 <= overall.high
+        verdict = ": equal within noise" if equal else ": not equal within noise"
     return Table(
         title="Loss per step",
-        head=("global step", *FLEETS),
+        head=("global step", *FLEETS, "difference"),
         rows=tuple(rows),
         text="Loss on held-out text in nats per hidden character, at the first look in this step; "
-        "mean over the seeds with Student's 95 % interval.",
+        "mean over the seeds with Student's 95 % interval, differences in pairs of one seed. The "
+        f"mean difference over these steps is {words(overall, 3)}{verdict}.",
         natures=(Nature.REAL,),
     )
 
@@ -302,7 +322,7 @@ def plot(results: Results) -> Any:
             length = min(len(trial.looks) for trial in runs)
             looks = [trial.looks[:length] for trial in runs]
             scores = np.array([[look.score for look in row] for row in looks])
-            at = [[look.epoch if side else look.at_s for look in row] for row in looks]
+            at = [[look.steps if side else look.at_s for look in row] for row in looks]
             lines.append(
                 plots.Line(
                     name=fleet, x=np.array(at, dtype=float).mean(0), y=scores.mean(0),
@@ -323,7 +343,7 @@ def as_csv(results: Results) -> str:
     for fleet, runs in results.items():
         for number, trial in enumerate(runs):
             for look in trial.looks:
-                when = (f"{look.at_s:.3f}", f"{look.samples:.0f}", look.epoch, look.peers)
+                when = (f"{look.at_s:.3f}", f"{look.samples:.0f}", look.steps, look.peers)
                 writer.writerow((fleet, number, *when, f"{look.score:.5f}"))
     return text.getvalue()
 
@@ -370,9 +390,9 @@ def explained(plan: Plan) -> tuple[str, ...]:
     return (
         f"A masked language model of {numel:,} numbers, one transformer layer applied three times, "
         "learns Python's own documentation, character by character, in global batches of "
-        f"{plan.target} sequences (`GradientAveraging`, gradients as float16, AdamW). Model, "
-        "gradients, strategy and protocol, with state transfer to those who come, are real; time "
-        "is virtual.",
+        f"{plan.target} sequences (`GradientAveraging`, gradients as float16, LAMB with a rate of "
+        f"{plan.rate:g}). Model, gradients, strategy and protocol, with state transfer to those "
+        "who come, are real; time is virtual.",
         f"It stands for {ALBERT_LARGE.name} ({ALBERT_LARGE.source}): a global batch stands for "
         f"{ALBERT_LARGE.batch}, the lines are scaled by {numel:,} / {ALBERT_LARGE.numbers:,}. "
         f"Reliable: {plan.reliable} machines of slowness 1 in one room ({ROOM_GBIT_S:g} Gb/s). "

@@ -50,12 +50,6 @@ def same_fingerprint(mean: torch.Tensor, mine: torch.Tensor) -> bool:
     return torch.allclose(mean, mine, rtol=0, atol=FINGERPRINT_TOLERANCE)
 
 
-def check_fingerprint(mean: torch.Tensor, mine: torch.Tensor) -> None:
-    """Raise `DriftError` if the peers' fingerprints differ from this one's."""
-    if not same_fingerprint(mean, mine):
-        raise DriftError(DRIFT)
-
-
 def norm_of(vector: torch.Tensor) -> float:
     """Return the norm, summed in float64 piece by piece."""
     starts = range(0, vector.numel(), _NORM_PIECE)

@@ -75,7 +75,7 @@ class ParameterMerge:
 
     def tensors(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Named]) -> list[Named]:
         """Return what is averaged now, in the order of the parameters; and fill the head."""
-        self.head[:] = torch.tensor([self._stage, self._stage**2, _steps_of(optimizer)])
+        self.head[:] = torch.tensor([self._stage, self._stage**2, steps_of(optimizer)])
         if self._stage <= _PARAMETERS:
             return list(parameters)
         kinds = self._kinds(optimizer, parameters)
@@ -108,14 +108,15 @@ class ParameterMerge:
         return len(statistics_of(optimizer, parameters)) // len(parameters)
 
 
-def _steps_of(optimizer: torch.optim.Optimizer) -> float:
+def steps_of(optimizer: torch.optim.Optimizer) -> float:
+    """Return how many steps an optimizer has made; 0 where it does not count them."""
     counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
     return max(counts, default=0.0)
 
 
 def _count_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
     """Let the optimizer have made so many steps; parameters that were used less often stay so."""
-    more = steps - _steps_of(optimizer)
+    more = steps - steps_of(optimizer)
     for state in optimizer.state.values():
         if "step" in state:
             state["step"] = state["step"] + more
