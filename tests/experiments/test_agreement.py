@@ -21,7 +21,7 @@ THREE_AXES = Case(peers=24, group_size=4, death=0.06, epochs=2, values=4, seeds=
 
 
 def test_the_protocol_is_where_the_model_says() -> None:
-    found = compare(SMALL)
+    (found,) = compare([SMALL], jobs=2)
     assert found.crashes > 3, "nothing was tried"
     assert found.outside == [], f"{found.protocol} not in {found.low} to {found.high}"
     assert found.violated == ()
@@ -101,7 +101,7 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("peers", [512, 768])
 def test_the_protocol_at_the_papers_sizes(peers: int) -> None:
-    found = compare(Case(peers=peers))
+    (found,) = compare([Case(peers=peers)])
     assert found.crashes > 20
     assert found.agrees, f"outside {found.outside}, apart {found.apart}, {found.violated}"
 
@@ -109,7 +109,8 @@ def test_the_protocol_at_the_papers_sizes(peers: int) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_three_axes_are_where_the_model_says() -> None:
-    found = compare(Case(peers=48, group_size=4, death=0.02, values=8, seeds=40, runs=1000))
+    case = Case(peers=48, group_size=4, death=0.02, values=8, seeds=40, runs=1000)
+    (found,) = compare([case])
     assert found.case.axes == 3
     assert found.agrees, f"outside {found.outside}, apart {found.apart}, {found.violated}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64decode
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -13,11 +14,11 @@ from typer.testing import CliRunner
 
 from moshpit.cli.experiment import experiment_app
 from moshpit.errors import ConfigError
-from moshpit.experiments import catalogue, plots, report
-from moshpit.experiments.section import Context, Figure, Nature, Section, Table
+from moshpit.experiments import catalogue, kept, plots, report
+from moshpit.experiments.section import Claim, Context, Figure, Nature, Section, Table
 
-PNG = b"\x89PNG\r\n\x1a\n"
 SVG = '<svg xmlns="http://www.w3.org/2000/svg"/>'
+OTHER_SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="2"/>'
 
 
 def section(name: str = "one") -> Section:
@@ -28,7 +29,7 @@ def section(name: str = "one") -> Section:
         commands=("moshpit experiment averaging --failure 0.1 && echo done",),
         figures=(
             Figure(title="f", image=SVG, text="t", natures=(Nature.REAL,), alt='a "b"'),
-            Figure(title="g", image=PNG, text="t", natures=(Nature.SIMULATED,), alt="c"),
+            Figure(title="g", image=OTHER_SVG, text="t", natures=(Nature.SIMULATED,), alt="c"),
         ),
         tables=(
             Table(
@@ -36,7 +37,9 @@ def section(name: str = "one") -> Section:
                 natures=(Nature.QUOTED, Nature.MODELLED), marked=frozenset({(1, 0)}),
             ),
         ),
+        claims=(Claim(what="<x>", paper="1", here="2", natures=(Nature.SIMULATED,)),),
         seconds=3.0,
+        cpu_s=2.0,
     )  # fmt: skip
 
 
@@ -80,9 +83,9 @@ def test_the_page_needs_no_network() -> None:
     whole = [re.fullmatch(r"data:image/(.*);base64,(.*)", image) for image in images]
     assert [(one[1], b64decode(one[2])) for one in whole if one is not None] == [
         ("svg+xml", SVG.encode()),
-        ("png", PNG),
+        ("svg+xml", OTHER_SVG.encode()),
     ]
-    assert [link["href"] for link in found.all("a")] == ["#one"]
+    assert [link["href"] for link in found.all("a")] == ["#one", "#one"]
     assert "url(" not in report._STYLE
     assert "@import" not in report._STYLE
 
@@ -103,6 +106,8 @@ def test_every_figure_and_table_says_what_its_numbers_are() -> None:
     badges = [span["class"] for span in found.all("span") if "class" in span]
     legend = len(Nature)
     assert badges[legend:] == [
+        "nature quoted",  # the claim: the paper's value, and ours
+        "nature simulated",
         "nature quoted",
         "nature modelled",
         "nature real",
@@ -116,8 +121,22 @@ def test_phones_and_paper_are_thought_of() -> None:
     viewport = next(meta for meta in found.all("meta") if meta.get("name") == "viewport")
     assert "width=device-width" in (viewport["content"] or "")
     assert "@media print" in report._STYLE
+    assert "prefers-color-scheme: dark" in report._STYLE
     boxes = [box for box in found.all("div") if box.get("class") == "scroll"]
-    assert len(boxes) == len(found.all("table")), "a wide table must scroll by itself"
+    wide = len(found.all("table")) + len(found.all("img"))
+    assert len(boxes) == wide, "what is wide must scroll by itself"
+    colours = set(re.findall(r"var\((--\w+)\)", report._STYLE))
+    for block in re.findall(r":root \{([^}]*)\}", report._STYLE):
+        named = set(re.findall(r"(--\w+):", block))
+        assert colours == named, "a colour is missing in the light or in the dark"
+
+
+def test_what_the_paper_says_stands_beside_what_came_out() -> None:
+    found = page(section())
+    assert "The paper, and here" in found.words
+    assert found.words[found.words.index("<x>") + 1 :][:3] == ["1", "2 ", "simulated"]
+    assert "The paper, and here" not in page(replace(section(), claims=())).words
+    assert "Took 3 s here, with 2 s of computing." in found.words
 
 
 def test_cells_that_stand_out_and_experiments_that_failed_are_shown() -> None:
@@ -154,6 +173,55 @@ def test_the_command_writes_it_and_tells_of_failures(
         experiment_app, ["all", "--small", "--only", "good", "--report", str(tmp_path / "file")]
     )
     assert isinstance(result.exception, ConfigError)
+
+
+def test_a_report_that_was_interrupted_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, int]] = []
+
+    def first(context: Context) -> Section:
+        ran.append(("first", context.jobs))
+        return section("first")
+
+    def second(context: Context) -> Section:
+        ran.append(("second", context.jobs))
+        if len(ran) == 2:
+            raise ConfigError("interrupted")
+        return section("second")
+
+    experiments = {"first": first, "second": second}
+    monkeypatch.setattr(catalogue, "CATALOGUE", dict.fromkeys(experiments, "x:y"))
+    monkeypatch.setattr(catalogue, "experiment", experiments.__getitem__)
+    arguments = ["all", "--small", "--jobs", "3", "--report", str(tmp_path)]
+    assert CliRunner().invoke(experiment_app, arguments).exit_code == 1
+    result = CliRunner().invoke(experiment_app, [*arguments, "--resume"])
+    assert result.exit_code == 0, result.output
+    assert ran == [("first", 3), ("second", 3), ("second", 3)]
+    text = (tmp_path / report.PAGE).read_text()
+    assert 'id="first"' in text
+    assert 'id="second"' in text
+    assert "kept from an earlier run" in text
+    assert CliRunner().invoke(experiment_app, arguments).exit_code == 0
+    assert ran[3:] == [("first", 3), ("second", 3)], "nothing is kept unless that is asked for"
+    result = CliRunner().invoke(experiment_app, [*arguments, "--jobs", "0"])
+    assert isinstance(result.exception, ConfigError)
+
+
+def test_what_is_kept_is_the_same_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept.keep(tmp_path, "one", True, section())
+    assert kept.kept(tmp_path, "one", True) == section()
+    assert kept.kept(tmp_path, "one", False) is None, "of the other size"
+    (file,) = (tmp_path / kept.FOLDER).iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-9])
+    assert kept.kept(tmp_path, "one", True) is None
+    file.write_bytes(whole)
+    monkeypatch.setattr(kept, "version", lambda _name: "0.0.0-other")
+    assert kept.kept(tmp_path, "one", True) is None
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--report"):
+        kept.keep(tmp_path / "file", "one", True, section())
 
 
 def test_every_experiment_of_the_catalogue_is_there() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
     from moshpit.experiments.agreement import Compared
     from moshpit.experiments.averaging import Curve, Setup
+    from moshpit.experiments.section import Context, Experiment, Section
     from moshpit.sim.averaging import Spreads
 
 experiment_app = typer.Typer(
@@ -156,6 +159,10 @@ def protocol(  # noqa: PLR0917 - typer reads the parameters
     values: Annotated[int, typer.Option(metavar="K", help="Numbers that each peer has.")] = 32,
     seeds: Annotated[int, typer.Option(metavar="S", help="How many swarms to simulate.")] = 4,
     runs: Annotated[int, typer.Option(metavar="R", help="How often to run the model.")] = 300,
+    jobs: Annotated[
+        int | None,
+        typer.Option(metavar="J", help="Swarms at a time. Default: one for each processor."),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw both: .svg, .png or .pdf; needs matplotlib."),
@@ -178,7 +185,7 @@ def protocol(  # noqa: PLR0917 - typer reads the parameters
         peers=peers, group_size=group_size, death=failure, epochs=epochs, values=values,
         seeds=seeds, runs=runs,
     )  # fmt: skip
-    found = agreement.compare(case, output.explain)
+    (found,) = agreement.compare([case], jobs=_jobs(jobs), say=output.explain)
     if plot is not None:
         plots.write(agreement.plot(found), plot)
     _show_agreement(found)
@@ -218,32 +225,73 @@ def all_(
     only: Annotated[
         str | None, typer.Option(metavar="LIST", help="These experiments alone, with commas.")
     ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(metavar="J", help="Processes at a time. Default: one for each processor."),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Take what an earlier run has kept in DIR, of this size."),
+    ] = False,
 ) -> None:
     """Run every experiment and write one page with all figures and tables.
 
     The page holds its figures and needs no network. An experiment that fails is named on it, the
-    others are there, and the exit status is 1.
+    others are there, and the exit status is 1. Each that is done is kept in DIR: if the run
+    is interrupted, the same command with `--resume` goes on from there.
     """
     from moshpit.experiments import report as pages
     from moshpit.experiments.catalogue import CATALOGUE, experiment
-    from moshpit.experiments.section import Context, Section
+    from moshpit.experiments.kept import keep, kept
+    from moshpit.experiments.section import Context
 
     began = time.perf_counter()
     names = [name.strip() for name in only.split(",")] if only is not None else list(CATALOGUE)
     chosen = {name: experiment(name) for name in names}
-    context = Context(small, output.explain)
+    command = f"moshpit experiment all --report {report}" + (" --small" if small else "")
+    context = Context(small, output.explain, _jobs(jobs))
     sections: list[Section] = []
     failed: list[pages.Failed] = []
+    again: list[str] = []
     for name, run in chosen.items():
+        found = kept(report, name, small) if resume else None
+        if found is not None:
+            again.append(name)
+            sections.append(found)
+            continue
         try:
-            sections.append(run(context))
+            found = _timed(run, context)
         except MoshpitError as error:
             failed.append(pages.Failed(name, str(error)))
             output.report_error(f"experiment {name}: {error}")
-    command = f"moshpit experiment all --report {report}"
-    command += (" --small" if small else "") + (f" --only {only}" if only is not None else "")
+            continue
+        sections.append(replace(found, commands=(*found.commands, f"{command} --only {name}")))
+        keep(report, name, small, sections[-1])
+    command += f" --only {only}" if only is not None else ""
     facts = pages.facts_here(time.perf_counter() - began, human_s)
+    if again:
+        facts["kept from an earlier run"] = ", ".join(again)
     file = pages.write(report, pages.page(sections, failed, facts, command))
     output.stdout().print(f"wrote {file}", markup=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
+
+
+def _jobs(given: int | None) -> int:
+    """Return how many processes may work at a time.
+
+    Raises:
+        ConfigError: none.
+    """
+    if given is not None and given < 1:
+        raise ConfigError(f"--jobs {given}: give 1 or more")
+    return given if given is not None else os.cpu_count() or 1
+
+
+def _timed(run: Experiment, context: Context) -> Section:
+    """Run an experiment, and note its time and what it has computed, in its processes too."""
+    began, before = time.perf_counter(), os.times()
+    section = run(context)
+    after = os.times()
+    cpu_s = sum(after[:4]) - sum(before[:4])
+    return replace(section, seconds=time.perf_counter() - began, cpu_s=cpu_s)

@@ -17,7 +17,7 @@ groups make of it, to rounding.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ import numpy as np
 
 from moshpit.experiments import plots
 from moshpit.experiments.crashing import Case, Observed
+from moshpit.experiments.repeats import run_all
 from moshpit.experiments.replay import furthest_apart
 from moshpit.experiments.section import Context, Figure, Nature, Section, Table
 from moshpit.sim.averaging import Floats, GridRounds
@@ -86,16 +87,19 @@ class Simulated:
             see `moshpit.experiments.replay`.
         crashes: how many peers died.
         violated: invariants that did not hold, in words.
+        seconds: how long it took.
     """
 
     spreads: Floats
     apart: float
     crashes: int
     violated: tuple[str, ...]
+    seconds: float
 
 
 def simulated(case: Case, seed: int) -> Simulated:
     """Simulate one swarm."""
+    began = time.perf_counter()
     world = Observed(case, seed)
     world.run()
     rounds = [world.after[epoch, axis] for epoch in range(case.epochs) for axis in range(case.axes)]
@@ -104,7 +108,8 @@ def simulated(case: Case, seed: int) -> Simulated:
     if not world.finished:
         violated.append("the time limit came first")
     apart = furthest_apart(case, world)
-    return Simulated(np.array(spreads), apart, world.crashes, tuple(violated))
+    seconds = time.perf_counter() - began
+    return Simulated(np.array(spreads), apart, world.crashes, tuple(violated), seconds)
 
 
 # --- both -----------------------------------------------------------------------------------------
@@ -123,7 +128,7 @@ class Compared:
         apart: by how much a peer's value was off what the arithmetic of its groups gives, at most.
         crashes: in all simulated swarms together.
         violated: invariants that did not hold in the simulator.
-        seconds: how long the simulator took.
+        seconds: how long the simulator took, one swarm after another.
     """
 
     case: Case
@@ -149,16 +154,44 @@ class Compared:
         return not self.outside and not self.violated and self.apart <= APART_MAX
 
 
-def compare(case: Case, say: Callable[[str], None] = lambda _: None) -> Compared:
-    """Run both."""
-    began = time.perf_counter()
-    swarms: list[Simulated] = []
-    for seed in range(case.seeds):
-        say(f"protocol, {case}: swarm {seed + 1} of {case.seeds}")
-        swarms.append(simulated(case, seed))
-    seconds = time.perf_counter() - began
-    say(f"protocol, {case}: the model")
-    model = predicted(case)
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A piece of work: a swarm by its seed, or the model."""
+
+    case: Case
+    seed: int | None
+
+    def __str__(self) -> str:
+        what = "the model" if self.seed is None else f"swarm {self.seed + 1} of {self.case.seeds}"
+        return f"protocol, {self.case}: {what}"
+
+
+def _do(part: _Part) -> Simulated | Floats:
+    return predicted(part.case) if part.seed is None else simulated(part.case, part.seed)
+
+
+def compare(
+    cases: Sequence[Case], *, jobs: int = 1, say: Callable[[str], None] = lambda _: None
+) -> list[Compared]:
+    """Run both, for each case.
+
+    Args:
+        cases: what is compared.
+        jobs: how many processes work at a time.
+        say: is told what is done.
+    """
+    parts = [_Part(case, seed) for case in cases for seed in (*range(case.seeds), None)]
+    done = run_all(_do, parts, jobs, lambda part, _: say(f"{part}: done"))
+    found: list[Compared] = []
+    for case in cases:
+        results = [result for part, result in zip(parts, done, strict=True) if part.case is case]
+        swarms = [result for result in results if isinstance(result, Simulated)]
+        (model,) = (result for result in results if not isinstance(result, Simulated))
+        found.append(_compared(case, swarms, model))
+    return found
+
+
+def _compared(case: Case, swarms: Sequence[Simulated], model: Floats) -> Compared:
     low, high = band(model, case.seeds)
     return Compared(
         case=case,
@@ -169,7 +202,7 @@ def compare(case: Case, say: Callable[[str], None] = lambda _: None) -> Compared
         apart=max(swarm.apart for swarm in swarms),
         crashes=sum(swarm.crashes for swarm in swarms),
         violated=tuple(text for swarm in swarms for text in swarm.violated),
-        seconds=seconds,
+        seconds=sum(swarm.seconds for swarm in swarms),
     )
 
 
@@ -228,7 +261,7 @@ def section(context: Context) -> Section:
     """Run what the report shows of this experiment, and tell it."""
     began = time.perf_counter()
     cases = _SMALL_CASES if context.small else _CASES
-    found = [compare(case, context.say) for case in cases]
+    found = compare(cases, jobs=context.jobs, say=context.say)
     return Section(
         name="protocol",
         title="The protocol does what the mathematics says",

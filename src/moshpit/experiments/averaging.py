@@ -18,8 +18,10 @@ import numpy as np
 
 from moshpit.errors import ConfigError
 from moshpit.experiments import plots
-from moshpit.experiments.published import published_table
-from moshpit.experiments.section import Context, Figure, Nature, Section, Table
+from moshpit.experiments.published import ALGORITHMS as PUBLISHED_ALGORITHMS
+from moshpit.experiments.published import FINE, PUBLISHED, ROUNDS_MAX, published_table
+from moshpit.experiments.repeats import run_all
+from moshpit.experiments.section import Claim, Context, Figure, Nature, Section, Table
 from moshpit.protocol.grid import GROUP_SIZE_MAX
 from moshpit.sim.averaging import (
     Failure,
@@ -183,16 +185,21 @@ def run(
     found: dict[str, Curve] = {}
     for name in algorithms:
         say(f"averaging, {setup}: {ALGORITHMS[name].label}")
-        began = time.perf_counter()
-        make = ALGORITHMS[name].make
-        spreads = measure(
-            lambda rng, make=make: make(setup, rng),
-            n=setup.peers, death=setup.death, rounds=setup.rounds, runs=setup.seeds,
-            seed=setup.seed,
-        )  # fmt: skip
-        low, high = interval(spreads.each)
-        found[name] = Curve(spreads, low, high, time.perf_counter() - began)
+        found[name] = _curve((setup, name))
     return found
+
+
+def _curve(what: tuple[Setup, str]) -> Curve:
+    """Measure an algorithm, given by its name."""
+    (setup, name), began = what, time.perf_counter()
+    make = ALGORITHMS[name].make
+    spreads = measure(
+        lambda rng: make(setup, rng),
+        n=setup.peers, death=setup.death, rounds=setup.rounds, runs=setup.seeds,
+        seed=setup.seed,
+    )  # fmt: skip
+    low, high = interval(spreads.each)
+    return Curve(spreads, low, high, time.perf_counter() - began)
 
 
 def interval(each: Floats) -> tuple[Floats, Floats]:
@@ -266,6 +273,9 @@ _FIGURES = (
      Setup(peers=768, death=0.005, failure=Failure.GROUP)),
 )  # fmt: skip
 
+_LARGE = Setup(peers=1_000_000, group_size=GROUP_SIZE_MAX, death=0.001, rounds=8, seeds=2)
+"""A swarm far beyond the paper's."""
+
 
 def command_of(setup: Setup, algorithms: Sequence[str] = tuple(ALGORITHMS)) -> str:
     """Return what to type to repeat an experiment."""
@@ -282,16 +292,22 @@ def section(context: Context) -> Section:
     """Run what the report shows of this experiment, and tell it."""
     began = time.perf_counter()
     seeds = 20 if context.small else 200
-    figures: list[Figure] = []
-    commands: list[str] = []
-    for title, setup in _FIGURES:
-        shown = replace(setup, seeds=seeds)
-        found = run(shown, list(ALGORITHMS), context.say)
-        figures.append(_figure(title, shown, found))
-        commands.append(command_of(shown))
+    setups = [replace(setup, seeds=seeds) for _, setup in _FIGURES]
+    large = replace(_LARGE, peers=100_000) if context.small else _LARGE
+    parts = [(setup, name) for setup in (*setups, large) for name in ALGORITHMS]
+    curves = run_all(
+        _curve, parts, context.jobs,
+        lambda part, _: context.say(f"averaging, {part[0]}: {ALGORITHMS[part[1]].label}, done"),
+    )  # fmt: skip
+    found: dict[Setup, dict[str, Curve]] = {}
+    for (setup, name), curve in zip(parts, curves, strict=True):
+        found.setdefault(setup, {})[name] = curve
     context.say("averaging: the released experiment, seed by seed")
-    table = published_table(placements=20 if context.small else 200)
-    large = _large(100_000 if context.small else 1_000_000, context.say)
+    table = published_table(placements=20 if context.small else 200, jobs=context.jobs)
+    figures = [
+        _figure(title, setup, found[setup])
+        for (title, _), setup in zip(_FIGURES, setups, strict=True)
+    ]
     return Section(
         name="averaging",
         title="How fast averages form",
@@ -305,9 +321,10 @@ def section(context: Context) -> Section:
             "there are and values carry their mass, so that without failures the mean is exact "
             "after d rounds for every N.",
         ),
-        commands=(*commands, large[0]),
+        commands=tuple(map(command_of, (*setups, large))),
         figures=tuple(figures),
-        tables=(table, large[1]),
+        tables=(table, _large_table(large, found[large])),
+        claims=_claims(table),
         seconds=time.perf_counter() - began,
     )
 
@@ -329,10 +346,31 @@ def _figure(title: str, setup: Setup, found: Mapping[str, Curve]) -> Figure:
     )
 
 
-def _large(peers: int, say: Callable[[str], None]) -> tuple[str, Table]:
-    """Measure a swarm far beyond the paper's; return the command and a table."""
-    setup = Setup(peers=peers, group_size=GROUP_SIZE_MAX, death=0.001, rounds=8, seeds=2)
-    found = run(setup, list(ALGORITHMS), say)
+def _claims(table: Table) -> tuple[Claim, ...]:
+    cells = len(table.rows) * len(PUBLISHED_ALGORITHMS)
+    claims = [
+        Claim(
+            what="Cells of the averaging table that come out the same",
+            paper=str(cells),
+            here=f"{cells - len(table.marked)} of {cells}",
+            natures=(Nature.REAL,),
+        )
+    ]
+    grid = PUBLISHED_ALGORITHMS.index("Paper's grid")
+    for (peers, death), row in PUBLISHED.items():
+        curve = _curve((Setup(peers=peers, death=death, rounds=ROUNDS_MAX), "moshpit"))
+        claims.append(
+            Claim(
+                what=f"Rounds until the variance is below {FINE:g}, N = {peers}, p = {death:g}",
+                paper=f"{row[grid][0]:g}, its grid",
+                here=f"{curve.spreads.rounds_until(FINE).mean():.1f}, this library's schedule",
+                natures=(Nature.REAL,),
+            )
+        )
+    return tuple(claims)
+
+
+def _large_table(setup: Setup, found: Mapping[str, Curve]) -> Table:
     rows = tuple(
         (
             ALGORITHMS[name].label,
@@ -341,7 +379,7 @@ def _large(peers: int, say: Callable[[str], None]) -> tuple[str, Table]:
         )
         for name, curve in found.items()
     )
-    return command_of(setup), Table(
+    return Table(
         title=f"A large swarm ({setup}, {setup.axes} axes)",
         head=("", "1 round", "2", "4", "8", "computed in s"),
         rows=rows,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moshpit.experiments.repeats import run_all
 from moshpit.experiments.section import Nature, Table
 from moshpit.sim.averaging import Method, RandomGroups, Spreads, run_once
 from moshpit.sim.rivals import AllReduce, Gossip, PaperGrid, ReleasedSGP
@@ -109,14 +110,25 @@ def _summary(means: list[float]) -> Replayed:
     return Replayed(float(np.mean(means)), error, len(means))
 
 
-def published_table(placements: int) -> Table:
-    """Compute the whole table and set it beside the published one."""
+def _replay(cell: tuple[int, float, str, int]) -> tuple[Replayed, Replayed]:
+    return replay(*cell)
+
+
+def published_table(placements: int, jobs: int = 1) -> Table:
+    """Compute the whole table and set it beside the published one.
+
+    Args:
+        placements: on the grid, as of `replay`.
+        jobs: how many processes compute at a time.
+    """
     rows: list[tuple[str, ...]] = []
     marked: list[tuple[int, int]] = []
+    asked = [(*setting, name, placements) for setting in PUBLISHED for name in ALGORITHMS]
+    replayed = iter(run_all(_replay, asked, jobs, lambda _cell, _found: None))
     for (n, death), cells in PUBLISHED.items():
         row = [str(n), f"{death:g}"]
-        for algorithm, (fine, coarse) in zip(ALGORITHMS, cells, strict=True):
-            ours = replay(n, death, algorithm, placements)
+        for fine, coarse in cells:
+            ours = next(replayed)
             wanted = [(fine, ours[0])] + ([(coarse, ours[1])] if coarse is not None else [])
             if not all(found.agrees(value) for value, found in wanted):
                 marked.append((len(rows), len(row)))

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from moshpit.errors import ConfigError
-from moshpit.experiments.section import Figure, Nature, Section, Table
+from moshpit.experiments.section import Claim, Figure, Nature, Section, Table
 
 PAGE = "report.html"
 
@@ -44,14 +44,19 @@ class Failed:
 
 
 _STYLE = """
-:root { color-scheme: light; --ink: #1a1a1a; --soft: #555; --line: #ddd; --ground: #fff; }
+:root { color-scheme: light dark; --ink: #1a1a1a; --soft: #555; --line: #ddd; --ground: #fff;
+  --code: #f4f4f4; --link: #0053a0; --real: #00664a; --modelled: #9a4300; --loud: #D55E00; }
+@media screen and (prefers-color-scheme: dark) { :root { --ink: #e8e8e8; --soft: #aaa;
+  --line: #444; --ground: #161616; --code: #242424; --link: #7cc0ff; --real: #4fd1a5;
+  --modelled: #ffa45c; --loud: #ff8a3d; } figure img { border-radius: .4rem; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1rem; max-width: 52rem; color: var(--ink);
   background: var(--ground); font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: break-word; }
 h1 { font-size: 1.7rem; line-height: 1.2; } h2 { margin-top: 3rem; border-top: 2px solid var(--ink);
   padding-top: .5rem; font-size: 1.35rem; } h3 { font-size: 1.05rem; margin: 1.5rem 0 .3rem; }
-a { color: #0053a0; } nav ul { padding-left: 1.2rem; }
-figure { margin: 1.5rem 0; } figure img { display: block; width: 100%; height: auto; }
+a { color: var(--link); } nav ul { padding-left: 1.2rem; }
+figure { margin: 1.5rem 0; }
+figure img { display: block; width: 100%; min-width: 30rem; height: auto; }
 figcaption, .note { color: var(--soft); font-size: .9rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; min-width: 100%; }
@@ -59,16 +64,19 @@ th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align:
   white-space: nowrap; font-variant-numeric: tabular-nums; }
 th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid var(--ink);
   vertical-align: bottom; }
-td.marked { font-weight: bold; outline: 2px solid #D55E00; outline-offset: -2px; }
-pre { background: #f4f4f4; padding: .6rem; white-space: pre-wrap; overflow-x: auto;
+.claims td { text-align: left; white-space: normal; vertical-align: top; }
+.claims th { text-align: left; }
+td.marked { font-weight: bold; outline: 2px solid var(--loud); outline-offset: -2px; }
+pre { background: var(--code); padding: .6rem; white-space: pre-wrap; overflow-x: auto;
   font-size: .85rem; } pre span { white-space: nowrap; }
 code { font-family: ui-monospace, monospace; font-size: .9em; }
 .nature { display: inline-block; border: 1px solid; border-radius: .6rem; padding: 0 .5rem;
   font-size: .75rem; font-weight: 600; }
-.real { color: #00664a; } .simulated { color: #0053a0; } .modelled { color: #9a4300; }
-.quoted { color: #555; } .failed { border-left: 4px solid #D55E00; padding-left: .8rem; }
+.real { color: var(--real); } .simulated { color: var(--link); }
+.modelled { color: var(--modelled); } .quoted { color: var(--soft); }
+.failed { border-left: 4px solid var(--loud); padding-left: .8rem; }
 @media print { body { max-width: none; padding: 0; font-size: 10pt; } nav { display: none; }
-  figure img { max-width: 13cm; } figure, table, pre { break-inside: avoid; }
+  figure img { max-width: 13cm; min-width: 0; } figure, table, pre { break-inside: avoid; }
   h2, h3 { break-after: avoid; }
   th, td { white-space: normal; padding: .2rem .3rem; font-size: 8pt; }
   .scroll { overflow: visible; } }
@@ -103,6 +111,7 @@ def page(
         f"<nav><ul>{links}</ul></nav>",
         f"<p>Every figure and table says what its numbers are:</p><ul>{legend}</ul>",
         *map(_failed, failed),
+        _claims(sections),
         *map(_section, sections),
         f'<h2>This run</h2><div class="scroll"><table><tbody>{rows}</tbody></table></div>',
         "</body></html>",
@@ -142,8 +151,34 @@ def facts_here(seconds: float, seconds_of: Callable[[float], str]) -> dict[str, 
     }
 
 
+def _claims(sections: Sequence[Section]) -> str:
+    """The head of the page: what the paper says, and what came out here."""
+    rows = [_claim(section.name, claim) for section in sections for claim in section.claims]
+    if not rows:
+        return ""
+    return (
+        '<h2>The paper, and here</h2><div class="scroll"><table class="claims"><thead><tr>'
+        f'<th scope="col"></th><th scope="col">paper {_badge(Nature.QUOTED)}</th>'
+        f'<th scope="col">here</th></tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    )
+
+
+def _claim(name: str, claim: Claim) -> str:
+    return (
+        f'<tr><td><a href="#{_quoted(name)}">{_quoted(claim.what)}</a></td>'
+        f"<td>{_quoted(claim.paper)}</td>"
+        f"<td>{_quoted(claim.here)} {_badges(claim.natures)}</td></tr>"
+    )
+
+
+def _took(section: Section) -> str:
+    if not section.seconds:
+        return ""
+    cpu = f", with {section.cpu_s:.0f} s of computing" if section.cpu_s else ""
+    return f'<p class="note">Took {section.seconds:.0f} s here{cpu}.</p>'
+
+
 def _section(section: Section) -> str:
-    took = f'<p class="note">Took {section.seconds:.0f} s here.</p>' if section.seconds else ""
     return "\n".join(
         [
             f'<section id="{_quoted(section.name)}"><h2>{_quoted(section.title)}</h2>',
@@ -152,21 +187,17 @@ def _section(section: Section) -> str:
             *map(_figure, section.figures),
             "<h3>Repeat it</h3>",
             *map(_command, section.commands),
-            took,
+            _took(section),
             "</section>",
         ]
     )
 
 
 def _figure(figure: Figure) -> str:
-    if isinstance(figure.image, str):
-        kind, data = "svg+xml", figure.image.encode()
-    else:
-        kind, data = "png", figure.image
-    source = f"data:image/{kind};base64,{b64encode(data).decode()}"
+    source = f"data:image/svg+xml;base64,{b64encode(figure.image.encode()).decode()}"
     return (
         f"<h3>{_quoted(figure.title)}</h3>"
-        f'<figure><img alt="{_quoted(figure.alt)}" src="{source}">'
+        f'<figure><div class="scroll"><img alt="{_quoted(figure.alt)}" src="{source}"></div>'
         f"<figcaption>{_badges(figure.natures)} {_prose(figure.text)}</figcaption></figure>"
     )
 

@@ -31,14 +31,14 @@ class Figure:
 
     Attributes:
         title: one line that says what is to be seen.
-        image: an SVG document, or the bytes of a PNG.
+        image: an SVG document.
         text: the legend: axes, bands, what was varied.
         natures: what kinds of numbers are in it.
         alt: the picture in a sentence, for those who cannot see it.
     """
 
     title: str
-    image: str | bytes
+    image: str
     text: str
     natures: tuple[Nature, ...]
     alt: str
@@ -66,6 +66,23 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What the paper says, and what came out here.
+
+    Attributes:
+        what: is measured, with its unit.
+        paper: the published value, in words.
+        here: ours, in words.
+        natures: what kinds of numbers ours are.
+    """
+
+    what: str
+    paper: str
+    here: str
+    natures: tuple[Nature, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
     """One experiment on the page.
 
@@ -75,7 +92,9 @@ class Section:
         text: paragraphs of plain text; what is between backquotes is set as code.
         commands: what to type in a shell to repeat exactly this.
         figures, tables: in the order in which they are to be shown.
+        claims: for the table at the head of the page.
         seconds: how long it took here, all in all.
+        cpu_s: how much computing that was, in seconds of one processor.
     """
 
     name: str
@@ -84,7 +103,9 @@ class Section:
     commands: tuple[str, ...]
     figures: tuple[Figure, ...] = ()
     tables: tuple[Table, ...] = ()
+    claims: tuple[Claim, ...] = ()
     seconds: float = 0.0
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +115,12 @@ class Context:
     Attributes:
         small: a version of it that takes a minute or so.
         say: tells people how far it is, in one line.
+        jobs: how many processes it may have at a time.
     """
 
     small: bool
     say: Callable[[str], None] = field(default=lambda _: None)
+    jobs: int = 1
 
 
 Experiment = Callable[[Context], Section]
