@@ -1,4 +1,4 @@
-"""Notices about strangers, few enough that they cannot fill a disk."""
+"""Few enough notices of each kind, whatever others do: they cannot fill a disk."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ class _Bucket:
 
 @final
 class NoticeLimiter:
-    """Passes notices on, at most `BURST` and then `PER_SECOND` of each code."""
+    """Passes on at most ``burst`` and then `PER_SECOND` notices of each code; counts the rest."""
 
-    def __init__(self, emit: Callable[[Notice], None], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, emit: Callable[[Notice], None], clock: Callable[[], float], burst: int = BURST
+    ) -> None:
+        self._burst = burst
         self._emit = emit
         self._clock = clock
         self._buckets: dict[str, _Bucket] = {}
@@ -34,14 +37,14 @@ class NoticeLimiter:
     def tell(self, code: str, peer: PeerId | None, detail: str) -> None:
         """Emit a notice, or count it if there were too many of its code."""
         now = self._clock()
-        bucket = self._buckets.setdefault(code, _Bucket(BURST, now))
-        bucket.tokens = min(BURST, bucket.tokens + (now - bucket.since) * PER_SECOND)
+        bucket = self._buckets.setdefault(code, _Bucket(self._burst, now))
+        bucket.tokens = min(self._burst, bucket.tokens + (now - bucket.since) * PER_SECOND)
         bucket.since = now
         if bucket.tokens < 1:
             bucket.suppressed += 1
             return
         bucket.tokens -= 1
         if bucket.suppressed:
-            detail = f"{detail} (and {bucket.suppressed} more before)"
+            detail = f"{detail} (and {bucket.suppressed} more before)".lstrip()
             bucket.suppressed = 0
         self._emit(Notice(code, peer, detail))

@@ -179,7 +179,8 @@ class Port:
         except RemoteError as error:
             self._notices.tell(error.reason, None, error.told)
         except OSError as error:
-            self._notices.tell("handshake-broken", None, f"{where}: {error}")
+            detail = f"{where}: {error or 'the connection was reset'}"
+            self._notices.tell("handshake-broken", None, detail)
         except asyncio.CancelledError:
             # The port closes, or this stranger had to make room: either way it is over.
             if not stranger.evicted:
