@@ -130,11 +130,11 @@ class Membership:
         if self._left:
             return []
         if isinstance(event, Received):
-            entry = self._roster.heard(event.peer, now)
+            known = self._roster.heard(event.peer, now) or event.peer in self.view.entries
             self._received(event.peer, event.message, now)
             # Whoever speaks lives, whatever it says: a probe of it need not wait for its Ack.
             self._probes.answered(event.peer)
-            if entry is None and event.peer not in self.view.entries:
+            if not known and event.peer not in self.view.entries:
                 self._exchanges.ask_stranger(event.peer, now)
         elif isinstance(event, LinkUp):
             self._link_up(event.peer, now)
@@ -348,8 +348,7 @@ class Membership:
         if peer == self._me:
             return
         self._linked[peer] = None
-        entry = self._roster.heard(peer, now)
-        if entry is None or not entry.status.live:
+        if not self._roster.heard(peer, now):
             self._exchanges.greet(peer, now)
         self._roster.update_via(self._linked, now)
 

@@ -170,10 +170,14 @@ class Node:
         due = past(self._clock.wakeup, now)
         now = self._clock.read(now)
         effects: list[Effect] = []
+        soonest = self._membership.wakeup
         match event:
             case Received(peer=peer, message=message):
+                self._eventful = not isinstance(message, ROUND_MESSAGES)
                 self._membership.heard(peer, now)
                 self._received(event, peer, message, effects, now)
+                if not self._eventful and self._at_rest(soonest, due):
+                    return effects  # a round's timers run on its heartbeat
             case ChunkArrived():
                 self._eventful = False
                 self._round_event(event, event.header.group, effects, now)
@@ -187,6 +191,8 @@ class Node:
                 self._begin(event, effects, now)
             case LinkUp():
                 effects += self._membership.handle(event, now)
+                if not effects and self._at_rest(soonest, due):
+                    return effects
             case LinkDown():
                 effects += self._membership.handle(event, now)
                 self._absorb(self._matchmaker.handle(event, now), effects, now)
@@ -441,6 +447,16 @@ class Node:
         effects.append(AveragingEnded(report, self.epoch))
 
     # --- after every event ----------------------------------------------------------------
+
+    def _at_rest(self, soonest: float | None, due: bool) -> bool:
+        """Whether an event of which no part wants anything has changed nobody's time, either:
+        most are such, and looking at everybody's takes as long as the event itself."""
+        return not (
+            due
+            or self._averaging is None
+            or self._membership.wakeup != soonest
+            or self._membership.view.generation != self._generation
+        )
 
     def _rest(self, effects: list[Effect], now: float) -> None:
         if self.view.generation != self._generation:

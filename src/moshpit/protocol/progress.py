@@ -29,6 +29,7 @@ from moshpit.types import Role
 
 STALL_STEPS: Final = 2  # guess: a step that takes this many times as long is not believed in
 CRUMB_S: Final = 1e-3  # guess: nobody waits for less
+IDLE_MAX: Final = 64  # guess: kinds of records without samples and rate: epochs × roles
 EPOCH_BELIEVED_MAX: Final = 1 << 40  # no count of steps comes near
 
 
@@ -100,6 +101,7 @@ class Progress:
         bound = target / self._config.report_interval_s if target > 0 else RATE_MAX
         self._rate_max = min(RATE_MAX, bound)
         self._lines: dict[bytes, _Line] = {}
+        self._idle: dict[tuple[int, bool, str], _Line] = {}
         self._groups: dict[int, _Group] = {}
         self._ends: list[tuple[float, bytes]] = []
         self._trainers = 0
@@ -176,8 +178,7 @@ class Progress:
             if self._view.known is not None:
                 self._dropped[peer] = None
             return True
-        line = _Line(entry, self._start, self._rate_max, self._config.report_max_interval_s)
-        self._lines[peer] = line
+        line = self._lines[peer] = self._line(entry)
         self._weigh(line, 1)
         if line.ends < inf:
             heappush(self._ends, (line.ends, peer))
@@ -201,8 +202,20 @@ class Progress:
         known = self._view.known
         if known is None or peer not in known.records or peer in self._dropped:
             return None
-        entry = known.entry(peer, self._start)
-        return _Line(entry, self._start, self._rate_max, self._config.report_max_interval_s)
+        return self._line(known.entry(peer, self._start))
+
+    def _line(self, entry: Entry) -> _Line:
+        """Return the line of an entry; those that do nothing share one."""
+        record = entry.record
+        if record.rate > 0.0 or record.samples > 0.0:
+            return _Line(entry, self._start, self._rate_max, self._config.report_max_interval_s)
+        kind = (record.epoch, entry.status.live, record.role)
+        line = self._idle.get(kind)
+        if line is None:
+            line = self._idle[kind] = _Line(entry, self._start, 0.0, 0.0)
+            if len(self._idle) > IDLE_MAX:
+                del self._idle[next(iter(self._idle))]
+        return line
 
     def _weigh(self, line: _Line, sign: int) -> None:
         group = self._groups.get(line.epoch)

@@ -86,6 +86,8 @@ class Roster:
 
     def merge_record(self, sender: PeerId, record: PeerRecord, now: float, spread: bool) -> None:
         """Take in one record."""
+        if self.view.unmoved(record.peer) is record:
+            return
         entry = self.view.entries.get(record.peer)
         if entry is not None:
             known = entry.record
@@ -202,18 +204,22 @@ class Roster:
 
     # --- beliefs --------------------------------------------------------------------------
 
-    def heard(self, peer: PeerId, now: float) -> Entry | None:
-        """Note a sign of life from a peer itself; return what is known of it."""
+    def heard(self, peer: PeerId, now: float) -> bool:
+        """Note a sign of life from a peer itself; return whether it is believed to live."""
+        if self.view.unmoved(peer) is not None:
+            return True
         entry = self.view.entries.get(peer)
-        if entry is None or (entry.status is Status.ALIVE and not entry.cut):
-            return entry
+        if entry is None:
+            return False
+        if entry.status is Status.ALIVE and not entry.cut:
+            return True
         self.view.cut(entry, False)
         entry.refused_at = -inf
         if entry.status is Status.SUSPECT:
             self.doubt(entry, now)
         elif entry.status is Status.DEAD:
             self.tell(entry, now)
-        return entry
+        return entry.status.live
 
     def doubt(self, entry: Entry, now: float) -> None:
         """A suspect gave a sign of life: it is given time anew to refute."""
@@ -310,6 +316,8 @@ class Roster:
 
     def about(self, peer: PeerId) -> tuple[Rumor, ...]:
         """Return what a peer must hear that is believed here to be dead, or older or newer."""
+        if self.view.unmoved(peer) is not None:
+            return ()
         entry = self.view.entries.get(peer)
         if entry is None or entry.status is Status.ALIVE:
             return ()
@@ -375,8 +383,8 @@ class Roster:
 
     def dialable(self, peer: PeerId) -> bool:
         """Whether a peer is known and takes connections."""
-        entry = self.view.entries.get(peer)
-        return entry is not None and entry.record.role != Role.CLIENT
+        record = self.view.record(peer)
+        return record is not None and record.role != Role.CLIENT
 
     def _sign(self, now: float, **fields: Any) -> None:
         me = self.view.me

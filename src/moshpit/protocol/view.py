@@ -106,8 +106,15 @@ class LiveView:
                 at += 1
         return found
 
+    def unmoved(self, peer: bytes) -> PeerRecord | None:
+        """Return the record of a peer that is alive and can be had, of which nothing has been
+        heard since this view began with it: it needs no entry of its own."""
+        return None if self._shared is None else self._shared.shared(peer)
+
     def status(self, peer: bytes) -> Status | None:
         """What is believed of a peer; None: it is not known."""
+        if self.unmoved(peer) is not None:
+            return Status.ALIVE
         entry = self.entries.get(peer)
         return None if entry is None else entry.status
 
