@@ -22,7 +22,7 @@ _REMEDIES: Final = {
     "plaintext-mismatch": "start all peers of a run with --plaintext, or none",
     "refused": "start a peer with --listen at this address, or check the port",
     "self-dial": "give the address of another peer",
-    "silent": "its process hangs or is stopped; look at that machine",
+    "silent": "its process hangs, is stopped or very busy: look at that machine",
     "unreachable": "check the name, the network and the firewalls: `moshpit doctor`",
 }
 

@@ -16,8 +16,11 @@ import pytest
 
 from moshpit.cli.checks import Status
 from moshpit.cli.peerchecks import check_visit
+from moshpit.cli.peers import show
+from moshpit.cli.visit import Visit
 from moshpit.identity.tickets import RunKey, Ticket
-from moshpit.types import Address, Role, short
+from moshpit.runtime.record import own_record
+from moshpit.types import Address, PeerId, Role, short
 
 from .conftest import Moshpit
 
@@ -74,6 +77,26 @@ def test_peers_shows_who_is_there(serving: Serving, moshpit: Moshpit) -> None:
     shown = moshpit("peers", "--ticket", serving.ticket(Role.CLIENT), "--at", str(serving.address))
     assert shown.stdout.splitlines()[1].startswith(short(bytes.fromhex(peer["peer"])) + "*")
     assert shown.stderr.startswith("1 up")
+
+
+def test_addresses_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rich would take ``[fd00::1]`` for a style; and a peer says of itself what it likes."""
+    hosts = ("fd00::1", "::1", "[/x]", "evil\x1b[2J\nhost")
+    records = tuple(
+        own_record(
+            *(PeerId(bytes([i]) * 32), Role.WORKER, (Address(host, 7000),)),
+            *(RunKey.generate().invite().ticket(()).admit(PeerId(bytes(32))), 0.0),
+        )
+        for i, host in enumerate(hosts)
+    )
+    show(Visit(PeerId(bytes(32)), Address("fd00::1", 7000), 0.0, (), records, ()))
+    shown, told = capsys.readouterr()
+    _, *rows = shown.splitlines()
+    assert [row.split()[-1] for row in rows] == [
+        *("[fd00::1]:7000", "[::1]:7000", "[/x]:7000"),
+        r"evil\x1b[2J\nhost:7000",
+    ]
+    assert "[fd00::1]:7000 sees it" in told
 
 
 def test_peers_of_another_run_are_not_shown(serving: Serving, moshpit: Moshpit) -> None:

@@ -14,18 +14,21 @@ USAGE_ERROR = 2
 
 
 def stdout() -> Console:
-    """Return a console for results; made when it is used, since tests swap the streams."""
-    return Console(file=sys.stdout, highlight=False)
+    """Return a console for results; made when it is used, since tests swap the streams.
+
+    Without markup: ``[fd00::1]:7000`` is an address and no style.
+    """
+    return Console(file=sys.stdout, highlight=False, markup=False)
 
 
 def stderr() -> Console:
     """Return a console for explanations, warnings and errors."""
-    return Console(file=sys.stderr, highlight=False)
+    return Console(file=sys.stderr, highlight=False, markup=False)
 
 
 def explain(text: str) -> None:
     """Say something beside the result, in the terminal's own words and without markup."""
-    stderr().print(text, markup=False, soft_wrap=True)
+    stderr().print(text, soft_wrap=True)
 
 
 def message_of(error: MoshpitError) -> str:
@@ -43,5 +46,5 @@ def fail(message: str) -> NoReturn:
 def report_error(message: str) -> None:
     """Print an error as one line on stderr."""
     line = " ".join(message.split())
-    stderr().print("[bold red]error:[/]", end=" ")
-    stderr().print(line, markup=False, soft_wrap=True)
+    stderr().print("error:", style="bold red", end=" ")
+    stderr().print(line, soft_wrap=True)

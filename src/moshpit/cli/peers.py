@@ -13,7 +13,7 @@ from moshpit.cli import output
 from moshpit.cli.parse import human_bytes
 from moshpit.cli.visit import Visit, visit
 from moshpit.config import SwarmConfig, preset
-from moshpit.errors import ConfigError, HandshakeError, UnreachableError
+from moshpit.errors import ConfigError, HandshakeError, UnreachableError, printable
 from moshpit.identity.tickets import Ticket
 from moshpit.types import Address, short
 from moshpit.wire.messages import PeerRecord
@@ -59,8 +59,8 @@ def peers(
         if error.reason != "handshake-timeout":
             raise
         detail = (
-            f"it takes calls, but has not answered within {PATIENCE_S:g} s: stopped, or very busy. "
-            "Ask another peer with --at HOST:PORT"
+            f"it takes calls, but has not answered within {PATIENCE_S:g} s "
+            "(--at HOST:PORT asks another peer)"
         )
         raise UnreachableError(error.peer, "silent", detail) from error
     if json:
@@ -120,11 +120,11 @@ def show(found: Visit) -> None:
         table.add_row(
             short(r.peer) + ("*" if r.peer == found.host else ""),
             state_of(r, found),
-            r.role,
+            printable(r.role),
             str(r.epoch),
             f"{r.rate:.1f}",
             f"{human_bytes(bandwidth)}/s" if bandwidth else "?",
-            str(Address(*r.addresses[0])) if r.addresses else "none",
+            printable(str(Address(*r.addresses[0]))) if r.addresses else "none",
         )
     output.stdout().print(table)
     up = sum(state_of(r, found) == "up" for r in found.records)

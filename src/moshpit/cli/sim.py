@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from moshpit.cli import output
 from moshpit.errors import ConfigError
@@ -161,11 +162,16 @@ def _show(result: Result) -> None:
         soft_wrap=True,
     )
     for finding in result.findings:
-        state = "[green]holds[/]" if finding.ok else "[bold red]VIOLATED[/]"
-        console.print(f"{finding.invariant:<3} {state}, looked at {finding.checked} times")
+        console.print(f"{finding.invariant:<3}", end=" ")
+        console.print(_mark(finding.ok, "holds", "VIOLATED"), end="")
+        console.print(f", looked at {finding.checked} times")
     for line in _violations(result):
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"trace {result.trace_hash}")
+
+
+def _mark(ok: bool, good: str, bad: str) -> Text:
+    return Text(good, "green") if ok else Text(bad, "bold red")
 
 
 def _show_table(results: list[Result]) -> None:
@@ -176,7 +182,7 @@ def _show_table(results: list[Result]) -> None:
     for column in ("seed", *names, *shown):
         table.add_column(column, justify="right")
     for r in results:
-        marks = ["[green]ok[/]" if f.ok else f"[bold red]{f.violations}[/]" for f in r.findings]
+        marks = [_mark(f.ok, "ok", str(f.violations)) for f in r.findings]
         counts = [str(r.rounds[name]) for name in outcomes]
         heals = "-" if r.heal_epochs is None else str(r.heal_epochs)
         times = (f"{r.virtual_s:.0f}", f"{r.real_s:.1f}")
