@@ -28,6 +28,7 @@ from moshpit.protocol.gossip import Rumor, Rumors, gossip_of, suspicion_of
 from moshpit.protocol.judge import COUNTER_MAX, record_flaw, suspicion_flaw
 from moshpit.protocol.known import Known
 from moshpit.protocol.machine import Effect, Emit, Send, Signer
+from moshpit.protocol.twins import Twins
 from moshpit.protocol.view import Entry, LiveView, Status, same_standing
 from moshpit.types import PeerId, Role, short
 from moshpit.wire.messages import Gossip, News, PeerRecord, Suspicion
@@ -37,6 +38,7 @@ REFUSALS_PER_MESSAGE_MAX: Final = 8  # guess: notices about one message
 VIA_PUBLISHED: Final = 3  # guess
 SOUGHT_MAX: Final = 64  # guess: peers on the other side of a long cut that are not forgotten
 ACCUSERS_MAX: Final = 4  # guess: names kept of those who suspect a peer
+TWIN: Final = "key-twin"
 
 _EXTRAPOLATED = ("samples", "rate", "step_s")
 
@@ -70,6 +72,7 @@ class Roster:
         self.graves: deque[tuple[float, PeerId]] = deque()
         """When which peer died or left, in order; may hold some that came back since."""
         self._refusals = 0
+        self.twins = Twins(now)
         if known is None or known.records.get(self.me) != self.view.me:
             self.rumors.add(self.view.me)
 
@@ -341,7 +344,8 @@ class Roster:
     # --- the own record -------------------------------------------------------------------
 
     def _defend_record(self, sender: PeerId, record: PeerRecord, now: float) -> None:
-        """A record of this very peer that it did not make: it is from an earlier life."""
+        """A record of this very peer that it did not make: it is from an earlier life, or from
+        another process that has its key."""
         if record is self.view.me or record == self.view.me:
             return
         flaw = record_flaw(record)
@@ -350,6 +354,8 @@ class Roster:
         if flaw is not None:
             self.refuse(sender, flaw)
             return
+        if self.twins.outdone(self.view.me, record, now):
+            self.out.append(Emit(Notice(TWIN, self.me, "another living process has this key")))
         self._rise(record.incarnation + 1, now)
 
     def _rise(self, incarnation: int, now: float) -> None:
