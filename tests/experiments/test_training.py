@@ -150,7 +150,7 @@ def test_money_is_what_the_machines_cost_that_were_there() -> None:
     assert "1.50 times as fast" in times.text
     assert [row[0] for row in steps.rows] == ["1", "2", "3", "4"]
     assert [row[3] for row in steps.rows] == ["-0.100", "-0.200", "-0.200", "-0.200"]
-    assert "over these steps is -0.175." in steps.text, "one seed: no verdict"
+    assert "over the steps from 1 to 4 is -0.175." in steps.text, "one seed: no verdict"
     twice = {
         "reliable": [*results["reliable"], trial(3.0, 2.6, 2.6, 2.4, 2.3, rising=False)],
         "preemptible": [*results["preemptible"], trial(3.0, 2.8, 2.8, 2.6, 2.5, rising=False)],

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from random import Random
+from statistics import fmean
 from typing import Any, Final
 
 import numpy as np
@@ -70,6 +71,7 @@ class Plan:
         replaced_s: how long a preempted one is missing on average.
         reliable_usd, preemptible_usd: the price of a machine and an hour.
         rate: the learning rate.
+        codec: how gradients are written on the wire, in both fleets.
         enough: the loss that is aimed at, in nats a character.
 
     Raises:
@@ -90,6 +92,7 @@ class Plan:
     reliable_usd: float = 3.06
     preemptible_usd: float = 0.2
     rate: float = 0.04
+    codec: str = "int8"
     enough: float = 2.6
 
     def __post_init__(self) -> None:
@@ -170,7 +173,7 @@ def run(plan: Plan) -> Trial:
 
     def strategy() -> Strategy:
         return GradientAveraging(
-            target_batch_size=plan.target, max_grad_norm=NORM_MAX, codec="float16"
+            target_batch_size=plan.target, max_grad_norm=NORM_MAX, codec=plan.codec
         )
 
     return trials.run(MaskedText(), strategy, plan.rate, setting_of(plan))
@@ -230,10 +233,9 @@ def loss_at_step(trial: Trial, step: int) -> float | None:
     return next((look.score for look in trial.looks if look.steps >= step), None)
 
 
-def steps_looked_at(results: Results) -> list[int]:
-    """Return five steps up to the last that all runs have made, at about equal distances."""
-    last = min(trial.looks[-1].steps for runs in results.values() for trial in runs)
-    return sorted({max(1, last * k // 5) for k in range(1, 6)})
+def steps_of_all(results: Results) -> int:
+    """Return how many steps all runs have made."""
+    return min(trial.looks[-1].steps for runs in results.values() for trial in runs)
 
 
 def differences(results: Results, steps: Sequence[int]) -> list[list[float]]:
@@ -286,7 +288,8 @@ def tables_of(plan: Plan, results: Results) -> tuple[Table, ...]:
 
 
 def _steps_table(results: Results) -> Table:
-    steps = steps_looked_at(results)
+    last = steps_of_all(results)
+    steps = sorted({max(1, last * k // 5) for k in range(1, 6)})
     apart = differences(results, steps)
     rows: list[tuple[str, ...]] = []
     for number, step in enumerate(steps):
@@ -295,7 +298,7 @@ def _steps_table(results: Results) -> Table:
             losses = [loss_at_step(trial, step) for trial in results[fleet]]
             cells.append(words(mean_of([loss for loss in losses if loss is not None]), 3))
         rows.append((str(step), *cells, words(mean_of([row[number] for row in apart]), 3)))
-    overall = mean_of([sum(row) / len(row) for row in apart])
+    overall = mean_of([fmean(row) for row in differences(results, range(1, last + 1))])
     verdict = ""
     if overall.runs > 1:
         equal = overall.low <= 0 <= overall.high
@@ -306,7 +309,7 @@ def _steps_table(results: Results) -> Table:
         rows=tuple(rows),
         text="Loss on held-out text in nats per hidden character, at the first look in this step; "
         "mean over the seeds with Student's 95 % interval, differences in pairs of one seed. The "
-        f"mean difference over these steps is {words(overall, 3)}{verdict}.",
+        f"mean difference over the steps from 1 to {last} is {words(overall, 3)}{verdict}.",
         natures=(Nature.REAL,),
     )
 
@@ -390,9 +393,9 @@ def explained(plan: Plan) -> tuple[str, ...]:
     return (
         f"A masked language model of {numel:,} numbers, one transformer layer applied three times, "
         "learns Python's own documentation, character by character, in global batches of "
-        f"{plan.target} sequences (`GradientAveraging`, gradients as float16, LAMB with a rate of "
-        f"{plan.rate:g}). Model, gradients, strategy and protocol, with state transfer to those "
-        "who come, are real; time is virtual.",
+        f"{plan.target} sequences (`GradientAveraging`, gradients as {plan.codec}, LAMB with a "
+        f"rate of {plan.rate:g}). Model, gradients, strategy and protocol, with state transfer to "
+        "those who come, are real; time is virtual.",
         f"It stands for {ALBERT_LARGE.name} ({ALBERT_LARGE.source}): a global batch stands for "
         f"{ALBERT_LARGE.batch}, the lines are scaled by {numel:,} / {ALBERT_LARGE.numbers:,}. "
         f"Reliable: {plan.reliable} machines of slowness 1 in one room ({ROOM_GBIT_S:g} Gb/s). "
