@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+import moshpit
+
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "moshpit"
 SOURCES = sorted(SRC.rglob("*.py"))
@@ -421,6 +423,23 @@ def test_examples_in_docstrings_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(module), optionflags=flags)
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_public_names_explain_themselves() -> None:
+    """Each has a text and an example that runs, and so does what one calls on it have a text."""
+    wrong: list[str] = []
+    for name in moshpit.__all__:
+        thing = getattr(moshpit, name)
+        # Only `join` makes a Swarm, so its example shows one.
+        documented = inspect.getdoc(moshpit.join if name == "Swarm" else thing) or ""
+        if ">>>" not in documented:
+            wrong.append(f"{name}: no example")
+        for member, value in vars(thing).items() if inspect.isclass(thing) else ():
+            public = not member.startswith("_")
+            called = callable(value) or isinstance(value, property)
+            if public and called and not inspect.getdoc(value):
+                wrong.append(f"{name}.{member}: no text")
+    assert wrong == []
 
 
 # --- pages and paths -----------------------------------------------------------------------------

@@ -128,7 +128,14 @@ class ReachConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmConfig:
-    """All settings of one peer."""
+    """All settings of one peer (docs/reference/settings.md). `preset` makes it; to change some:
+
+    >>> from dataclasses import replace
+    >>> config = preset("internet")
+    >>> config = replace(config, round=replace(config.round, stall_s=5.0))
+    >>> config.preset, config.round.stall_s
+    ('internet', 5.0)
+    """
 
     preset: str = "lan"
     membership: MembershipConfig = field(default_factory=MembershipConfig)

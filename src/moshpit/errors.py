@@ -39,7 +39,12 @@ def printable(text: str) -> str:
 
 
 class MoshpitError(Exception):
-    """The root of all errors that Moshpit raises."""
+    """The root of all errors that Moshpit raises.
+
+    Example:
+        >>> issubclass(RemoteError, MoshpitError), issubclass(LocalError, MoshpitError)
+        (True, True)
+    """
 
 
 class LocalError(MoshpitError):

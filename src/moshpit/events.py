@@ -13,7 +13,12 @@ from moshpit.types import GroupId, PeerId
 
 
 class Outcome(StrEnum):
-    """How a round ended, judged by the bytes and nothing else."""
+    """How a round ended, judged by the bytes and nothing else.
+
+    Example:
+        >>> Outcome("partial") is Outcome.PARTIAL
+        True
+    """
 
     COMPLETE = "complete"
     """Every chunk is the mean over every member that had something to give."""
@@ -67,6 +72,15 @@ class RoundReport(msgspec.Struct, frozen=True):
             the first of them; ``missing`` has the numbers of the vector's chunks.
         reach: for rows of the torus schedule, how far each chunk's mean reaches (`Reach`);
             () for other rounds.
+
+    Example:
+        >>> report = RoundReport(  # of two chunks; of the second peer's, one did not arrive
+        ...     epoch=0, axis=0, group=GroupId(b"g"), peers=(PeerId(b"a"), PeerId(b"b")), seat=0,
+        ...     outcome=Outcome.PARTIAL, ledger=(0b11, 0b01), masses=(2.0, 1.0), missing=(),
+        ...     attempts=(0, 0),
+        ... )
+        >>> report.contributors()  # in every chunk
+        (b'a',)
     """
 
     epoch: int
@@ -107,13 +121,23 @@ class RoundReport(msgspec.Struct, frozen=True):
 
 
 class EpochReport(msgspec.Struct, frozen=True):
-    """What one epoch's averaging (all its rounds) did at this peer."""
+    """What one epoch's averaging (all its rounds) did at this peer.
+
+    Attributes:
+        epoch: which averaging this was, from 0.
+        rounds: one report for each round; () if this peer was alone.
+        seconds: from asking for it to its end.
+        stale: the swarm had moved on; this peer's contribution came too late and was not used.
+
+    Example:
+        >>> EpochReport(epoch=3, rounds=(), seconds=0.1).outcome
+        <Outcome.COMPLETE: 'complete'>
+    """
 
     epoch: int
     rounds: tuple[RoundReport, ...]
     seconds: float
     stale: bool = False
-    """The swarm had moved on; this peer's contribution came too late and was not used."""
 
     @property
     def outcome(self) -> Outcome:

@@ -99,6 +99,11 @@ class Ticket:
         expires_at: Unix seconds after which it admits nobody new; 0 is never.
         invite_signature: the run key's signature over the invite.
         addresses: whom to dial first.
+
+    Example:
+        >>> ticket = RunKey.generate().invite().ticket((Address("my.host", 7000),))
+        >>> ticket.roles[0].value, str(ticket.addresses[0]), ticket.encode()[:9]
+        ('worker', 'my.host:7000', 'moshpit1_')
     """
 
     run: RunId

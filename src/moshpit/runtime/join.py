@@ -73,11 +73,13 @@ def join(
         LocalError: the address to listen at cannot be had.
 
     Example:
+        >>> import torch
         >>> from moshpit.identity.tickets import RunKey
         >>> ticket = RunKey.generate().invite().ticket(()).encode()
         >>> with join(ticket, listen="127.0.0.1:0", identity="new") as swarm:
-        ...     len(swarm.peers())
-        1
+        ...     [mean], report = swarm.average([torch.tensor([1.0, 3.0])])
+        >>> mean, report.outcome.value  # alone in its run
+        (tensor([1., 3.]), 'complete')
     """
     said = JoinSettings(
         ticket=ticket.encode() if isinstance(ticket, Ticket) else ticket,

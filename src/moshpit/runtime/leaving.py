@@ -42,6 +42,10 @@ class Leaving(SystemExit):
 
     Not an `Exception`, so that ``except Exception`` lets it through; ``finally`` blocks run. The
     exit code is 0.
+
+    Example:
+        >>> issubclass(Leaving, Exception), Leaving().code
+        (False, 0)
     """
 
     def __init__(self) -> None:

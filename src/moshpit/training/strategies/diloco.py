@@ -76,6 +76,10 @@ class Nesterov:
     Raises:
         ConfigError: values that make no sense.
 
+    Example:
+        >>> Nesterov(lr=1.0, momentum=0.0)
+        Nesterov(lr=1.0, momentum=0.0)
+
     Source: DiLoCo (arXiv 2311.08105) §3.1 uses 0.7 and 0.9.
     """
 
