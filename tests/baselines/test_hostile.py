@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moshpit.baselines import server as server_module
 from moshpit.baselines.kinds import Kind
 from moshpit.errors import RemoteError
 from moshpit.types import short
@@ -98,3 +99,37 @@ def test_what_is_of_a_wrong_length_moves_nobody_who_answers_at_once(kind, parcel
             lie(swarm.peers[me], swarm.peers[other], (parcel, 1), [1.0] * 11)
     assert all(torch.equal(t.x(), x) for t, x in zip(group, before, strict=True))
     march(group, kind, 2, together)
+
+
+def test_a_worker_asks_a_slow_server_once(parcel_swarm, monkeypatch):
+    """Asking again while the answer is on its way would delay all answers on a thin line."""
+    monkeypatch.setattr(server_module, "LOOK_S", 0.01)
+    swarm = parcel_swarm(2)
+    group = trainers(swarm, "server-async")
+    server, worker = (peer.parcels for peer in swarm.peers)
+    answer, take = server.handlers[Kind.GRADIENT], worker.take
+    asked, looks = [], []
+
+    def patient(tag, **how):
+        looks.append(tag)
+        if len(looks) == 4:
+            answer(asked[0])
+        return take(tag, **how)
+
+    server.handlers[Kind.GRADIENT] = asked.append
+    worker.take = patient
+    group[1].step()
+    assert len(looks) == 4
+    assert len(asked) == 1
+    assert group[0].strategy.applied == 1
+
+
+def test_what_a_server_sends_unasked_is_not_kept(parcel_swarm):
+    swarm = parcel_swarm(2)
+    group = trainers(swarm, "server-async")
+    group[1].step()
+    for number in range(5):
+        lie(swarm.peers[0], swarm.peers[1], (Kind.PARAMETERS, number), [7.0] * 6)
+    group[1].step()
+    assert swarm.peers[1].parcels.poll(Kind.PARAMETERS) is None
+    assert group[1].x().abs().max() < 5

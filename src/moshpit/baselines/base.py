@@ -136,8 +136,12 @@ class Baseline(Strategy):
             if self.swarm.clock() - since > self._patience_s:
                 raise WaitTimeoutError(too_few(here, self._peers, self._patience_s))
             if not self._gathered:
-                with contextlib.suppress(WaitTimeoutError):  # nobody calls: it is a pause
-                    self.swarm.parcels.take((Kind.MUSTER, 0), timeout_s=SLICE_S)
+                self._pause()
+
+    def _pause(self) -> None:
+        """Wait a moment, by the swarm's clock; for methods without a world."""
+        with contextlib.suppress(WaitTimeoutError):  # nobody calls
+            self.swarm.parcels.take((Kind.MUSTER, 0), timeout_s=SLICE_S)
 
     def _counted(self, samples: float) -> None:
         """So many samples of all peers were used in this step."""

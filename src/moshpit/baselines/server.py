@@ -19,7 +19,7 @@ from moshpit.training.strategies.base import Snapshot
 from moshpit.training.tensors import is_finite, parameters_of
 from moshpit.types import PeerId, short
 
-RETRY_S: Final = 1.0  # guess: how soon a worker looks whether another peer is the server now
+LOOK_S: Final = 1.0  # guess: how soon a worker looks whether another peer is the server now
 
 
 @final
@@ -140,7 +140,9 @@ class ParameterServer(Synchronous):
 
     def _push_and_pull(self, gradient: torch.Tensor, weight: float) -> None:
         self._number += 1
-        since = self.swarm.clock()
+        while self.swarm.parcels.poll(Kind.PARAMETERS) is not None:
+            pass  # nobody was asked with this number yet: from a server that was given up
+        since, asked = self.swarm.clock(), None
         try:
             while True:
                 server = workers(self.swarm)[0]
@@ -150,20 +152,30 @@ class ParameterServer(Synchronous):
                             self._apply(gradient)
                         self._set(self._held_flat())
                     return
-                self.swarm.parcels.send(server, (Kind.GRADIENT, self._number), gradient, weight)
-                if self._pull(server, gradient.numel(), since):
-                    return
+                if server != asked:  # once: on a thin line, asking again would delay all answers
+                    tag = (Kind.GRADIENT, self._number)
+                    self.swarm.parcels.send(server, tag, gradient, weight)
+                    asked = server
+                try:
+                    if self._pull(server, gradient.numel(), since):
+                        return
+                except PeerLostError:
+                    asked = None
+                    self._pause()
         finally:
             self._waited(since)
 
     def _pull(self, server: PeerId, numel: int, since: float) -> bool:
-        """Wait for the parameters; False if another peer is, or may be, the server now."""
+        """Wait for the parameters; False if none came for a while.
+
+        Raises:
+            PeerLostError: the server is dead.
+            WaitTimeoutError: it is alive, and silent for too long.
+        """
         try:
             parcel = self.swarm.parcels.take(
-                (Kind.PARAMETERS, self._number), sender=server, timeout_s=RETRY_S
+                (Kind.PARAMETERS, self._number), sender=server, timeout_s=LOOK_S
             )
-        except PeerLostError:
-            return False
         except WaitTimeoutError:
             if self.swarm.clock() - since > self._patience_s:
                 raise

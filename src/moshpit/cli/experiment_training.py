@@ -192,7 +192,7 @@ def _write(path: Path, text: str) -> None:
 def _show(table: section.Table) -> None:
     shown = Table(title=table.title, box=None, pad_edge=False, header_style="bold")
     for number, name in enumerate(table.head):
-        shown.add_column(name, justify="right" if number else "left", no_wrap=True)
+        shown.add_column(name, justify="right" if number else "left")
     for row in table.rows:
         shown.add_row(*row)
     console = output.stdout()

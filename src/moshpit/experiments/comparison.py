@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from moshpit.baselines import ADPSGD, DPSGD, SGP, AllReduceLocalSGD, AllReduceSGD
+from moshpit.baselines import (
+    ADPSGD,
+    DPSGD,
+    SGP,
+    AllReduceLocalSGD,
+    AllReduceSGD,
+    ParameterServer,
+)
 from moshpit.config import SwarmConfig, preset
 from moshpit.errors import ConfigError
 from moshpit.experiments import plots, trials
@@ -77,6 +83,15 @@ METHODS: Final[dict[str, Method]] = {
         "AD-PSGD, never waiting", lambda peers, step, period: ADPSGD(step, atomic=False), 0.05, 7
     ),
     "d-psgd": Method("D-PSGD", lambda peers, step, period: DPSGD(step, peers=peers), 0.05, 5),
+    "parameter-server": Method(
+        "Parameter server", lambda peers, step, period: ParameterServer(step, peers=peers), 0.05, 8
+    ),
+    "parameter-server-async": Method(
+        "Async server",
+        lambda peers, step, period: ParameterServer(step, asynchronous=True, peers=peers),
+        0.05,
+        9,
+    ),
 }
 FLEETS: Final = ("homogeneous", "heterogeneous", "failures")
 
@@ -327,7 +342,7 @@ def section(context: Context) -> Section:
     seeds = 1 if context.small else 5
     results = run_study(
         plan, methods=methods, fleets=fleets, seeds=seeds,
-        jobs=os.cpu_count() or 1, say=context.say,
+        jobs=context.jobs, say=context.say,
     )  # fmt: skip
     return Section(
         name="vision",

@@ -6,9 +6,11 @@ depend on that, since its time is virtual.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -16,6 +18,8 @@ from typing import Final, TypeVar
 
 P = TypeVar("P")
 R = TypeVar("R")
+
+_log: Final = logging.getLogger("moshpit")
 
 # Student's t, 97.5 %, by degrees of freedom from 1 on; beyond, the normal value is close enough.
 _T_975: Final = (
@@ -82,7 +86,7 @@ def run_all(
     Args:
         run: a function of a module, so that other processes find it.
         plans: what each run is given.
-        jobs: how many at a time.
+        jobs: how many at a time. What simulated peers log is nobody's news: it is dropped.
         told: called here with every plan and its result, in the order of the plans.
 
     Raises:
@@ -91,13 +95,29 @@ def run_all(
     results: list[R] = []
     if jobs <= 1 or len(plans) <= 1:
         for plan in plans:
-            results.append(run(plan))
+            with _hushed():
+                results.append(run(plan))
             told(plan, results[-1])
         return results
     # Not forked: torch's threads would not be there.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(plans)), mp_context=context) as pool:
+    workers = min(jobs, len(plans))
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_hush) as pool:
         for plan, result in zip(plans, pool.map(run, plans), strict=True):
             results.append(result)
             told(plan, result)
     return results
+
+
+def _hush() -> None:
+    _log.setLevel(logging.CRITICAL)
+
+
+@contextlib.contextmanager
+def _hushed() -> Generator[None]:
+    before = _log.level
+    _hush()
+    try:
+        yield
+    finally:
+        _log.setLevel(before)
