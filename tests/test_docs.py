@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import importlib.util
 import os
 import re
@@ -14,8 +15,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from typer.main import get_command
+
+from moshpit.cli.app import app
 
 DOCS = Path(__file__).parents[1] / "docs"
 END_OF_BLOCK = "~~~ end of block ~~~"
@@ -187,4 +192,68 @@ def test_messages_of_faults_are_the_programs() -> None:
                 said = fragment.strip(" :;,.")
                 if len(said) >= FRAGMENT_MIN and said not in words:
                     wrong.append(f"{row[0]}: nothing in the source says {said!r}")
+    assert wrong == []
+
+
+# --- what the pages name -------------------------------------------------------------------------
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("*/README.md"))]
+PAGES += sorted(DOCS.rglob("*.md"))
+COMMAND = re.compile(
+    r"\bmoshpit ((?:run|peers|plan|doctor|sim|demo|bench|experiment|ticket)\b[^\n`#|&;]*)"
+)
+
+
+def options_by_command() -> dict[tuple[str, ...], set[str]]:
+    known: dict[tuple[str, ...], set[str]] = {}
+
+    def walk(command: Any, path: tuple[str, ...]) -> None:
+        known[path] = {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
+        known[path] |= {"--help", "-h"}
+        for name, below in getattr(command, "commands", {}).items():
+            walk(below, (*path, name))
+
+    walk(get_command(app), ())
+    return known
+
+
+def test_commands_in_the_pages_have_their_options() -> None:
+    known = options_by_command()
+    sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    wrong: list[str] = []
+    looked_at = 0
+    for page in [*PAGES, *sources]:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for found in COMMAND.finditer(text):
+            path: tuple[str, ...] = ()
+            words = found[1].split()
+            while words and (*path, words[0]) in known:
+                path = (*path, words.pop(0))
+            for word in words:
+                if word.endswith(".py"):
+                    break  # what follows is the script's
+                option = re.match(r"--[a-z][a-z-]*|-[a-z]\b", word)
+                looked_at += option is not None
+                if option is not None and option[0] not in known[path] | known[()]:
+                    wrong.append(f"{page.relative_to(ROOT)}: {found[0].strip()}: no {option[0]}")
+    assert wrong == []
+    assert looked_at > 100
+
+
+def test_names_in_the_pages_exist() -> None:
+    wrong: list[str] = []
+    for page in PAGES:
+        for name in set(
+            re.findall(r"(?<![\w./-])(moshpit(?:\.[A-Za-z_]\w*)+)", page.read_text("utf-8"))
+        ):
+            thing: object = importlib.import_module("moshpit")
+            for part in name.split(".")[1:]:
+                try:
+                    thing = getattr(thing, part)
+                except AttributeError:
+                    try:
+                        thing = importlib.import_module(f"{thing.__name__}.{part}")
+                    except (ImportError, AttributeError):
+                        wrong.append(f"{page.relative_to(ROOT)}: there is no {name}")
+                        break
     assert wrong == []
