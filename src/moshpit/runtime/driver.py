@@ -47,7 +47,6 @@ from moshpit.runtime.bandwidth import LinkWatch
 from moshpit.runtime.company import NUMEL_BYTES, SwarmStats, live_records
 from moshpit.runtime.contacts import Contacts
 from moshpit.runtime.doubles import Doubles
-from moshpit.runtime.evening import Evenness
 from moshpit.runtime.helpdesk import HelpDesk
 from moshpit.runtime.jobs import Averaging
 from moshpit.runtime.parcels import ParcelDesk
