@@ -13,7 +13,7 @@ hand in the next event.
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -24,6 +24,7 @@ from moshpit.wire.framing import ChunkHeader
 from moshpit.wire.messages import AnyMessage, GroupFormed, Message, PeerRecord, Signed
 
 S = TypeVar("S", bound=Signed)
+T = TypeVar("T")
 
 
 class Rng(Protocol):
@@ -397,3 +398,24 @@ class View(Protocol):
     def generation(self) -> int:
         """Rises whenever `live`, `reachable` or a record's role or schema changes."""
         ...
+
+
+def carried_out(
+    effects: Iterable[T | Send | Emit],
+    send: Callable[[PeerId, Message], object],
+    tell: Callable[[Notice], object],
+) -> Iterator[T]:
+    """Carry out what every machine asks for, in its turn, and yield the other effects.
+
+    >>> notice = Notice("late", None, "by a second")
+    >>> list(carried_out([Emit(notice), "rest"], print, lambda told: print(told.code)))
+    late
+    ['rest']
+    """
+    for effect in effects:
+        if isinstance(effect, Send):
+            send(effect.peer, effect.message)
+        elif isinstance(effect, Emit):
+            tell(effect.notice)
+        else:
+            yield effect

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from moshpit.events import Notice
-from moshpit.protocol.machine import Emit, Send, View
+from moshpit.protocol.machine import View, carried_out
 from moshpit.protocol.reunion import Chosen, Reunion, ReunionEffect
 from moshpit.runtime.waiting import REAL_TIME, Waiting
 from moshpit.transport.base import Transport
@@ -89,15 +89,9 @@ class ReunionDesk:
             self._choosing.end(None)
 
     def _execute(self, effects: list[ReunionEffect]) -> None:
-        for effect in effects:
-            match effect:
-                case Send(peer=peer, message=message):
-                    self._transport.send(peer, message)
-                case Emit(notice=notice):
-                    self._tell(notice)
-                case Chosen():
-                    assert self._choosing is not None
-                    self._choosing.end(effect)
+        for chosen in carried_out(effects, self._transport.send, self._tell):
+            assert self._choosing is not None
+            self._choosing.end(chosen)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

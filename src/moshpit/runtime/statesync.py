@@ -28,7 +28,7 @@ import msgspec
 
 from moshpit.errors import MoshpitError, StateError
 from moshpit.events import Notice
-from moshpit.protocol.machine import Emit, Send
+from moshpit.protocol.machine import carried_out
 from moshpit.protocol.stategiving import (
     NAME_BYTES,
     DropSnapshots,
@@ -300,12 +300,8 @@ class StateDesk:
             self._end(self._taking, None, "given up")
 
     def _take_effects(self, taking: _Taking, effects: list[FetchEffect]) -> None:
-        for effect in effects:
+        for effect in carried_out(effects, self._transport.send, self._tell):
             match effect:
-                case Send(peer=peer, message=message):
-                    self._transport.send(peer, message)
-                case Emit(notice=notice):
-                    self._tell(notice)
                 case ReadManifest(offer=offer):
                     self._read(taking, offer)
                 case Fetched(offer=offer):
@@ -381,14 +377,8 @@ class StateDesk:
         return self._shared.piece(piece) if self._shared is not None else None
 
     def _share_effects(self, sharing: StateSharing, effects: list[ShareEffect]) -> None:
-        for effect in effects:
-            match effect:
-                case Send(peer=peer, message=message):
-                    self._transport.send(peer, message)
-                case Emit(notice=notice):
-                    self._tell(notice)
-                case SendPiece(peer=peer, piece=piece):
-                    self._send(peer, piece, sharing.sent)
+        for want in carried_out(effects, self._transport.send, self._tell):
+            self._send(want.peer, want.piece, sharing.sent)
         if sharing.over and self._shared is not None and self._shared.sharing is sharing:
             self._shared = None
 
@@ -397,12 +387,8 @@ class StateDesk:
         self.pump(peer)
 
     def _give_effects(self, effects: list[GiveEffect]) -> None:
-        for effect in effects:
+        for effect in carried_out(effects, self._transport.send, self._tell):
             match effect:
-                case Send(peer=peer, message=message):
-                    self._transport.send(peer, message)
-                case Emit(notice=notice):
-                    self._tell(notice)
                 case WantSnapshot():
                     self.wanted_since = self._loop.time()
                 case SendPiece(peer=peer, piece=piece):

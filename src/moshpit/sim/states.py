@@ -15,11 +15,21 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
-from moshpit.protocol.machine import ChunkArrived, Emit, Event, LinkDown, Received, Rng, Send
+from moshpit.protocol.machine import (
+    ChunkArrived,
+    Emit,
+    Event,
+    LinkDown,
+    Received,
+    Rng,
+    Send,
+    carried_out,
+)
 from moshpit.protocol.stategiving import (
     NAME_BYTES,
     DropSnapshots,
@@ -49,6 +59,8 @@ from moshpit.sim.trainer import SCHEMA
 from moshpit.types import GroupId, PeerId
 from moshpit.wire.framing import ChunkHeader, ChunkKind
 from moshpit.wire.transfer import STATE_MESSAGES, StateDone, StateOffer, StateWant
+
+T = TypeVar("T")
 
 BEHIND_MAX = 1  # epochs that do no harm, as in moshpit.training.standing
 PATIENCE_S = 3.0  # how long an asker waits for the end of an averaging, there too
@@ -337,12 +349,8 @@ class Desks:
         self._arm(process, desk)
 
     def _take(self, process: Process, desk: Desk, effects: list[FetchEffect]) -> None:
-        for effect in effects:
+        for effect in self._carried_out(process, effects):
             match effect:
-                case Send(peer=peer, message=message):
-                    self._network.send(process, peer, message)
-                case Emit(notice=notice):
-                    self._checks.told(self._schedule.now, process, notice)
                 case ReadManifest(offer=offer):
                     self._read(process, desk, offer)
                 case Fetched(offer=offer):
@@ -403,30 +411,27 @@ class Desks:
         self._share(process, desk, taking, effects)
         self._arm(process, desk)
 
+    def _carried_out(self, process: Process, effects: Iterable[T | Send | Emit]) -> Iterator[T]:
+        return carried_out(
+            effects,
+            partial(self._network.send, process),
+            lambda notice: self._checks.told(self._schedule.now, process, notice),
+        )
+
     # --- giving ---------------------------------------------------------------------------
 
     def _share(
         self, process: Process, desk: Desk, taking: _Taking, effects: list[ShareEffect]
     ) -> None:
-        for effect in effects:
-            match effect:
-                case Send(peer=peer, message=message):
-                    self._network.send(process, peer, message)
-                case Emit(notice=notice):
-                    self._checks.told(self._schedule.now, process, notice)
-                case SendPiece(peer=peer, piece=piece):
-                    self._send_piece(process, desk, peer, piece)
-                    taking.sharing.sent(peer)
+        for want in self._carried_out(process, effects):
+            self._send_piece(process, desk, want.peer, want.piece)
+            taking.sharing.sent(want.peer)
         if taking.sharing.over and desk.shared is taking:
             desk.shared = None
 
     def _give(self, process: Process, desk: Desk, effects: list[GiveEffect]) -> None:
-        for effect in effects:
+        for effect in self._carried_out(process, effects):
             match effect:
-                case Send(peer=peer, message=message):
-                    self._network.send(process, peer, message)
-                case Emit(notice=notice):
-                    self._checks.told(self._schedule.now, process, notice)
                 case WantSnapshot():
                     desk.wanted_s = self._schedule.now
                 case SendPiece(peer=peer, piece=piece):
