@@ -132,7 +132,6 @@ class Driver:
             transport, self._tell, waiting, config.transport.chunk_bytes, self._rng.getrandbits(32)
         )
         self._link = LinkWatch(transport.flow, self._measured, given=record.up)
-        self._evenness = Evenness(transport, self._rounds.outbox)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._busy = True  # until there is a node, events wait
@@ -193,7 +192,6 @@ class Driver:
         if self._timer is not None:
             self._timer.cancel()
         self._link.stop()
-        self._evenness.stop()
         await self._desk.close()
         await self.states.close()
         self.parcels.close()
@@ -357,13 +355,11 @@ class Driver:
                 self._rounds.open(formed, seat, source)
                 self._idle.clear()
                 self._link.start()
-                self._evenness.start()
             case CloseRound(group=group):
                 self._rounds.close(group)
                 if not self._rounds.any_open:
                     self._idle.set()
                     self._link.stop()
-                    self._evenness.stop()
             case AveragingDue(epoch=epoch):
                 self._averaging_due(epoch)
             case AveragingEnded(report=report):
