@@ -62,6 +62,12 @@ METHODS: Final[dict[str, Method]] = {
     "moshpit": Method(
         "Moshpit", lambda peers, step, period: LocalSGD(samples_per_epoch=step * period), 0.05, 0
     ),
+    "moshpit-half": Method(
+        "Moshpit, float16",
+        lambda peers, step, period: LocalSGD(samples_per_epoch=step * period, codec="float16"),
+        0.05,
+        10,
+    ),
     "ar-sgd": Method(
         "AR-SGD", lambda peers, step, period: AllReduceSGD(step, peers=peers), 0.05, 1
     ),
@@ -399,8 +405,9 @@ def explained(plan: Plan, seeds: int) -> tuple[str, ...]:
         "variant that never waits is ours: it shows what the pairs alone would do.",
         f"Batches of {plan.batch}; SGD with Nesterov momentum 0.9 and weight decay 1e-4; Moshpit "
         f"in groups of {plan.group_size}, every {plan.period} local steps on average, while "
-        "training goes on. The learning rate is 0.05 for all: what else was tried is in "
-        f"experiments/README.md. {seeds} seeds.",
+        "training goes on; its variant with parameters as float16 on the wire has no counterpart "
+        "among the others, which send float32. The learning rate is 0.05 for all: what else was "
+        f"tried is in experiments/README.md. {seeds} seeds.",
     )
 
 

@@ -23,12 +23,12 @@ Floats = NDArray[np.float64]
 # Okabe & Ito's colours, which people with any of the common colour-blindnesses tell apart.
 COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#7F7F7F",
-    "#8C510A", "#5D3A9B",
+    "#8C510A", "#5D3A9B", "#4D9221",
 )  # fmt: skip
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
 DASHES = (
     "-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (8, 2)), (0, (2, 1)),
-    (0, (6, 1, 1, 1)),
+    (0, (6, 1, 1, 1)), (0, (4, 1)),
 )  # fmt: skip
 WIDTH_IN, HEIGHT_IN = 6.4, 4.0  # text of 10.5 points in it is readable on a phone
 LABEL_GAP = 0.058  # of the axes' height, between two names at the right
