@@ -116,6 +116,9 @@ class DriftError(LocalError):
 class StateError(LocalError):
     """A saved or received training state that cannot be used: cut, altered, or of another model."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))  # it may have names that somebody else chose
+
 
 class AdmissionError(RemoteError):
     """A peer without a valid admission to this run, or one that could not prove its key."""

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from moshpit.cli.app import app
 from moshpit.cli.ticket import parse_expiry, parse_roles
 from moshpit.errors import ConfigError, TicketError
-from moshpit.identity.tickets import Ticket
+from moshpit.identity.tickets import RunKey, Ticket
 from moshpit.types import Address, Role
 
 from .conftest import Moshpit
@@ -126,3 +126,10 @@ def test_expiry_and_roles() -> None:
     with pytest.raises(ConfigError, match="never"):
         parse_expiry("0")
     assert parse_roles("aux,aux, Worker") == (Role.AUX, Role.WORKER)
+
+
+def test_an_address_in_a_strangers_ticket_forges_no_line() -> None:
+    ticket = RunKey.generate().invite().ticket((Address("h\nroles      all\x1b[2J", 1),))
+    *_, last = shown = invoke("ticket", "show", ticket.encode()).splitlines()
+    assert len(shown) == 4
+    assert last == r"dials      h\nroles      all\x1b[2J:1"

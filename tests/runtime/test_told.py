@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from moshpit.errors import MoshpitError, StateError, WireError
 from moshpit.events import Notice
 from moshpit.runtime.told import LOG_BURST, NoticeLog
 from moshpit.types import PeerId
@@ -51,3 +52,10 @@ def test_a_notice_is_one_line_whatever_a_peer_has_put_into_it(told: Told) -> Non
     [line] = told.tell("refused", "of role \n12:00:00 peer-dead \x1b[2J\x00\u202e")
     assert line.isprintable()
     assert line == r"refused aaaaaaaa: of role \n12:00:00 peer-dead \x1b[2J\x00\u202e"
+
+
+@pytest.mark.parametrize(
+    "error", [StateError("no tensor \x1b[2J\n"), WireError("me\n", "late", "\rby 1 s")]
+)
+def test_errors_with_words_of_others_are_one_line_too(error: MoshpitError) -> None:
+    assert str(error).isprintable()

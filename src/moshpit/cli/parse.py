@@ -87,8 +87,8 @@ def human_bytes(count: float) -> str:
 def human_s(seconds: float) -> str:
     """Return a time as people read it.
 
-    >>> human_s(0.0123), human_s(75), human_s(4000), human_s(200_000)
-    ('12.3 ms', '1m15s', '1h06m', '2d07h')
+    >>> human_s(0.0123), human_s(75), human_s(4000), human_s(200_000), human_s(7 * 86400 - 1)
+    ('12.3 ms', '1m15s', '1h06m', '2d08h', '7d00h')
     """
     if seconds < 1:
         return f"{seconds * 1000:.1f} ms"
@@ -98,4 +98,7 @@ def human_s(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes}m{rest:02d}s"
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
+    if hours < 48:
+        return f"{hours}h{minutes:02d}m"
+    days, hours = divmod(round(seconds / 3600), 24)
+    return f"{days}d{hours:02d}h"

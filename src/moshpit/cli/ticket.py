@@ -11,7 +11,7 @@ import typer
 
 from moshpit.cli import output
 from moshpit.cli.parse import duration_s, human_s
-from moshpit.errors import ConfigError
+from moshpit.errors import ConfigError, printable
 from moshpit.identity.keys import state_dir
 from moshpit.identity.tickets import RunKey, Ticket
 from moshpit.runtime.record import advertised
@@ -172,8 +172,9 @@ def describe(ticket: Ticket) -> str:
         expiry = f"{when} ({'in ' + human_s(left) if left > 0 else 'over'})"
     else:
         expiry = "never"
+    dials = ", ".join(printable(str(address)) for address in ticket.addresses)
     return (
         f"roles      {', '.join(ticket.roles)}\n"
         f"expires    {expiry}\n"
-        f"dials      {', '.join(map(str, ticket.addresses)) or 'nobody: say an address'}"
+        f"dials      {dials or 'nobody: say an address'}"
     )
