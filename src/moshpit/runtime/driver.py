@@ -47,6 +47,7 @@ from moshpit.runtime.bandwidth import LinkWatch
 from moshpit.runtime.company import NUMEL_BYTES, SwarmStats, live_records
 from moshpit.runtime.contacts import Contacts
 from moshpit.runtime.doubles import Doubles
+from moshpit.runtime.evening import Evenness
 from moshpit.runtime.helpdesk import HelpDesk
 from moshpit.runtime.jobs import Averaging
 from moshpit.runtime.parcels import ParcelDesk
@@ -132,6 +133,7 @@ class Driver:
             transport, self._tell, waiting, config.transport.chunk_bytes, self._rng.getrandbits(32)
         )
         self._link = LinkWatch(transport.flow, self._measured, given=record.up)
+        self._evenness = Evenness(transport.bulk, self._rounds.outbox.waiting)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._busy = True  # until there is a node, events wait
@@ -192,6 +194,7 @@ class Driver:
         if self._timer is not None:
             self._timer.cancel()
         self._link.stop()
+        self._evenness.stop()
         await self._desk.close()
         await self.states.close()
         self.parcels.close()
@@ -355,11 +358,13 @@ class Driver:
                 self._rounds.open(formed, seat, source)
                 self._idle.clear()
                 self._link.start()
+                self._evenness.start()
             case CloseRound(group=group):
                 self._rounds.close(group)
                 if not self._rounds.any_open:
                     self._idle.set()
                     self._link.stop()
+                    self._evenness.stop()
             case AveragingDue(epoch=epoch):
                 self._averaging_due(epoch)
             case AveragingEnded(report=report):

@@ -10,6 +10,7 @@ is under way, in the order of the vector, since what is in front is needed first
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -62,6 +63,14 @@ class Outbox:
         self._full: set[PeerId] = set()  # links that will say when they take more
         self._ready: dict[PeerId, tuple[Shipment, Codec, memoryview]] = {}  # encoded, not taken
         self.bytes_sent = 0
+        self._chunks_sent = 0
+
+    def waiting(self) -> Iterator[tuple[PeerId, float]]:
+        """Yield for each peer that was sent something how many bytes wait, as far as what was
+        sent so far tells: payloads of one averaging are of about one size."""
+        size = self.bytes_sent / max(1, self._chunks_sent)
+        for peer, queue in self._queues.items():
+            yield peer, size * len(queue)
 
     def put(self, peer: PeerId, payload: Shipment) -> None:
         """Send a chunk when the link takes it."""
@@ -143,6 +152,7 @@ class Outbox:
             return False
         live.bytes_sent += len(payload)
         self.bytes_sent += len(payload)
+        self._chunks_sent += 1
         return True
 
     def _encoded(self, live: LiveRound, item: Shipment) -> tuple[Codec, memoryview] | None:

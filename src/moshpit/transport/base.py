@@ -138,6 +138,29 @@ class Flow:
         )
 
 
+class Bulk(Protocol):
+    """The bulk connections to one peer, to be watched and paced."""
+
+    @property
+    def far(self) -> bool:
+        """Whether they lead to another machine."""
+        ...
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that were handed in and have not left this process."""
+        ...
+
+    def flow(self) -> Flow:
+        """Return what went over them, if to another machine."""
+        ...
+
+    def pace(self, bytes_per_s: float) -> None:
+        """Let them send at most so fast together; infinite is as fast as they can. A system that
+        cannot do that lets them send as fast as they can."""
+        ...
+
+
 class Transport(ABC):
     """Carries messages and chunks; see the module's rules.
 
@@ -213,4 +236,9 @@ class Transport(ABC):
 
     def flow(self) -> Flow | None:
         """What went over bulk connections to other machines; None if nobody counts it."""
+        return None
+
+    def bulk(self, peer: PeerId) -> Bulk | None:
+        """Return the bulk connections to a peer; None if there never were any, or none can be
+        paced."""
         return None

@@ -23,7 +23,7 @@ from moshpit.errors import RemoteError, WireError
 from moshpit.events import Notice
 from moshpit.transport.base import Flow, LinkStats
 from moshpit.transport.bulk import BulkLink
-from moshpit.transport.sockets import congestion, set_congestion
+from moshpit.transport.sockets import congestion, pace, set_congestion
 from moshpit.transport.stripes import PairContext, Stripe
 from moshpit.types import Address, PeerId, short
 from moshpit.wire.framing import ChunkHeader
@@ -47,7 +47,7 @@ LOSS_PROOF: Final = frozenset({"bbr", "bbr2", "bbr3"})  # measured, design §6
 
 @final
 class BulkPair:
-    """The bulk connections to one peer (implements `StripeEvents`).
+    """The bulk connections to one peer (implements `StripeEvents` and `Bulk`).
 
     Attributes:
         peer: the other one.
@@ -108,6 +108,22 @@ class BulkPair:
     def flow(self) -> Flow:
         """Return what went over these connections, if to another machine."""
         return sum((stripe.flow() for stripe in self._stripes), Flow())
+
+    @property
+    def far(self) -> bool:
+        """See `Bulk`."""
+        return any(stripe.far for stripe in self._stripes)
+
+    @property
+    def backlog(self) -> int:
+        """See `Bulk`."""
+        return sum(link.backlog for link in self._links())
+
+    def pace(self, bytes_per_s: float) -> None:
+        """See `Bulk`."""
+        socks = [s.sock for s in self._stripes if s.sock is not None]
+        for sock in socks:
+            pace(sock, bytes_per_s / len(socks))
 
     def close(self, *, graceful: bool = False) -> list[BulkLink]:
         """Forget everything; returns the connections that are closing."""

@@ -20,6 +20,10 @@ UNSENT_BYTES: Final = 128 * 1024  # guess: 10 ms of 100 Mbit/s
 
 COUNTS_FLOW: Final = sys.platform == "linux"
 
+_SO_MAX_PACING_RATE: Final = 47  # Linux's; Python does not name it
+_PACE_MIN: Final = 16 * 1024  # guess, bytes/s: a flow that is held back still shows its speed
+_PACE_MAX: Final = 1 << 31  # bytes/s; the option is an int
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,13 @@ def set_congestion(sock: socket.socket, name: str) -> None:
         _try_option(sock, socket.TCP_CONGESTION, name.encode())
 
 
+def pace(sock: socket.socket, bytes_per_s: float) -> None:
+    """Let a connection send at most so fast; infinite is as fast as it can."""
+    if COUNTS_FLOW:
+        rate = -1 if bytes_per_s >= _PACE_MAX else max(_PACE_MIN, round(bytes_per_s))
+        _try_option(sock, _SO_MAX_PACING_RATE, rate, level=socket.SOL_SOCKET)
+
+
 def keep_queue_short(sock: socket.socket) -> None:
     """Let the kernel take hardly more than it can send, so that what is urgent (the outbox sorts)
     does not wait behind megabytes. Within one machine nothing waits, and it would cost CPU."""
@@ -120,9 +131,11 @@ def keep_queue_short(sock: socket.socket) -> None:
         _try_option(sock, option, UNSENT_BYTES)
 
 
-def _try_option(sock: socket.socket, option: int, value: int | bytes) -> None:
+def _try_option(
+    sock: socket.socket, option: int, value: int | bytes, level: int = socket.IPPROTO_TCP
+) -> None:
     try:
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        sock.setsockopt(level, option, value)
     except OSError:  # not allowed here, or not in this kernel
         return
 

@@ -125,6 +125,7 @@ class Stripe:
     Attributes:
         index: its number; 0 is the pair's first.
         link: the open connection.
+        far: whether it leads to another machine.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Stripe:
         self.index = index
         self.link: BulkLink | None = None
         self._gone = Flow()  # of connections that are
-        self._far = False  # whether the open connection leads to another machine
+        self.far = False
         self._sock: socket.socket | None = None
         self._context = context
         self._peer = peer
@@ -165,7 +166,7 @@ class Stripe:
     def flow(self) -> Flow:
         """Return what went over this stripe to another machine."""
         self.count()
-        info = self.info() if self._far else None
+        info = self.info() if self.far else None
         if info is None:
             return self._gone
         return self._gone + Flow(info.acknowledged, 0, info.limited_s)
@@ -173,7 +174,7 @@ class Stripe:
     def count(self) -> None:
         """Bring the byte counts of the open connection into the statistics."""
         if self.link is not None:
-            if self._far:
+            if self.far:
                 self._gone += Flow(0, self.link.bytes_in)
             self._stats.bulk_in += self.link.bytes_in
             self._stats.bulk_out += self.link.bytes_out
@@ -183,7 +184,7 @@ class Stripe:
         """Forget the open connection; returns it."""
         self._gone = self.flow()
         link, self.link = self.link, None
-        self._sock, self._far = None, False
+        self._sock, self.far = None, False
         return link
 
     def close(self) -> BulkLink | None:
@@ -321,7 +322,7 @@ class Stripe:
 
     def _up(self, link: BulkLink, sock: socket.socket) -> None:
         old = self.take_link()
-        self.link, self._sock, self._far = link, sock, not same_machine(sock)
+        self.link, self._sock, self.far = link, sock, not same_machine(sock)
         if old is not None:
             old.abort()
         self._owner.stripe_up(self, old is not None)

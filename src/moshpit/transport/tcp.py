@@ -26,7 +26,7 @@ from moshpit.identity.certificates import server_tls
 from moshpit.identity.keys import PeerKey
 from moshpit.identity.tickets import admission_fault
 from moshpit.transport import bulk, handshake
-from moshpit.transport.base import CODEC_SLACK_BYTES, Flow, Handler, LinkStats, Transport
+from moshpit.transport.base import CODEC_SLACK_BYTES, Bulk, Flow, Handler, LinkStats, Transport
 from moshpit.transport.control import ControlLink
 from moshpit.transport.doors import CLOSE_S, Doors
 from moshpit.transport.handshake import Proved
@@ -193,6 +193,11 @@ class TcpTransport(Transport):
         """See `Transport.flow`."""
         total = sum((state.pair.flow() for state in self._peers.values()), Flow())
         return total if COUNTS_FLOW else None
+
+    def bulk(self, peer: PeerId) -> Bulk | None:
+        """See `Transport.bulk`."""
+        state = self._peers.get(peer)
+        return state.pair if state is not None and COUNTS_FLOW else None
 
     def send(self, peer: PeerId, message: Message) -> None:
         """See `Transport.send`."""
