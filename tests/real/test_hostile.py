@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import logging
 import random
+import socket
 import threading
 import types
 from collections.abc import Callable
@@ -32,7 +35,7 @@ class Crowd:
 
     def __init__(self) -> None:
         address = Address("127.0.0.1", free_port())
-        ticket = RunKey.generate().invite().ticket((address,)).encode()
+        ticket = self.ticket = RunKey.generate().invite().ticket((address,)).encode()
         self.notices: list[Notice] = []
         self.honest = [
             moshpit.join(ticket, listen=str(address), identity="new"),
@@ -226,3 +229,43 @@ def test_random_messages_from_an_admitted_peer_change_nothing(crowd: Crowd, seed
     crowd.evil.close()
     again = crowd.average(lambda: None)
     assert set(again[0][0].unique().tolist()) == {1.0}
+
+
+OPENINGS = (
+    b"",  # half open
+    b"\x16\x03",  # TLS that never goes on
+    b"\x16\x03\x01\x3f\xff\x01" + bytes(40),  # and claims to be long
+    b"MPB1" + bytes(100),  # bulk data by a token that nobody has given
+    b"GET / HTTP/1.1\r\n\r\n",
+    random.Random(7).randbytes(3000),
+)
+
+
+def test_a_thousand_strangers_stop_nobody(crowd: Crowd, caplog: pytest.LogCaptureFixture) -> None:
+    """They keep their connections open, and the peers average, and take somebody in, meanwhile."""
+    address = crowd.honest[0].addresses[0]
+    limit = moshpit.preset().transport.unauthenticated_max
+    port = crowd.honest[0]._driver._transport._port
+    opened: list[socket.socket] = []
+    caplog.set_level(logging.INFO, "moshpit")
+    crowd.evil.close()
+
+    def besiege() -> None:
+        for number in range(1000):
+            stranger = socket.create_connection((address.host, address.port), timeout=60.0)
+            opened.append(stranger)
+            with contextlib.suppress(OSError):  # it was thrown out at once
+                stranger.sendall(OPENINGS[number % len(OPENINGS)])
+
+    try:
+        results = crowd.average(besiege)
+        assert set(results[0][0].unique().tolist()) == {1.0}
+        assert port.strangers <= limit
+        with moshpit.join(crowd.ticket, listen="127.0.0.1:0", identity="new") as newcomer:
+            newcomer.wait_for_peers(4)
+    finally:
+        for stranger in opened:
+            stranger.close()
+    said = collections.Counter(record.getMessage().split(":")[0] for record in caplog.records)
+    assert said["unauthenticated-max"] > 0
+    assert said.total() < 500, said
