@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from moshpit.baselines import server as server_module
+from moshpit.baselines.handover import _pack, take
 from moshpit.baselines.kinds import Kind
 from moshpit.errors import RemoteError
 from moshpit.types import short
@@ -27,6 +30,7 @@ def lie(peer, to, tag, numbers):
         [0.0, 1 << 19, 0, 0, 0, 0, 0, 0],
         [0.0] * 8,
         [0.0, 500_000, 0, 0, 0, 7, 0, 3],
+        [0.0, 3, 0, 0, 1 << 13, 0, 0, 3],
     ],
 )
 @pytest.mark.parametrize("kind", ["all-reduce", "sgp"])
@@ -133,3 +137,109 @@ def test_what_a_server_sends_unasked_is_not_kept(parcel_swarm):
     group[1].step()
     assert swarm.peers[1].parcels.poll(Kind.PARAMETERS) is None
     assert group[1].x().abs().max() < 5
+
+
+def forge(t, liar, parcel, numbers, weight=1.0):
+    """Put a parcel for the present step in the place of all that has come from others."""
+    world, step = t.strategy.muster.world, t.strategy._completed
+    t.strategy.muster._kept.clear()
+    while t.strategy.swarm.parcels.poll(parcel) is not None:
+        pass
+    vector = torch.tensor(numbers, dtype=torch.float32)
+    liar.parcels.send(t.strategy.swarm.peer_id, world.tag(parcel, step), vector, weight)
+
+
+@pytest.mark.parametrize(("number", "weight"), [(1.0, 0.0), (1.0, 3.0), (1.0, 1e29), (3.4e38, 0.5)])
+def test_a_half_that_cannot_be_one_is_refused_and_nothing_is_lost(
+    number, weight, parcel_swarm, together
+):
+    swarm = parcel_swarm(2)
+    group = trainers(swarm, "sgp")
+    together(*[lambda t=t: t.run(3) for t in group])
+    t = group[0]
+    t.strategy.numerator.fill_(3.4e38 if number > 1e38 else 0.5)
+    x = t.x().clone()
+    forge(t, swarm.peers[1], Kind.MASS, [number] * 6, weight)
+    t.strategy._move = lambda usable: torch.zeros(6)  # the step as such is not what is looked at
+    ratio = t.strategy.numerator / t.strategy.weight
+    with pytest.raises(RemoteError, match=f"peer {short(swarm.peers[1].peer_id)}: bad-parcel"):
+        t.step()
+    assert torch.equal(t.x(), x)
+    state = t.strategy.state_dict()  # at once: what was refused is not waited for again
+    torch.testing.assert_close(state["numerator"] / state["weight"], ratio)
+
+
+def test_weights_that_honest_peers_have_are_taken(parcel_swarm, together):
+    """Also after the dead have left theirs to the others, and from a checkpoint of more peers."""
+    swarm = parcel_swarm(4)
+    group = trainers(swarm, "sgp")
+    together(*[lambda t=t: t.run(4) for t in group])
+    t = group[0].strategy
+    assert t._all_weights == 4
+    t.load_state_dict(t.state_dict())
+    assert t._all_weights >= 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "parcel", "weight"),
+    [("all-reduce", Kind.RING, 1.0), ("server", Kind.GRADIENT, 10.0)],
+)
+def test_sums_that_overflow_end_the_run_by_name(kind, parcel, weight, parcel_swarm, together):
+    swarm = parcel_swarm(2)
+    group = trainers(swarm, kind)
+    together(*[lambda t=t: t.run(3) for t in group])
+    t = group[0]
+    x = t.x().clone()
+    t.strategy._flat_gradient = lambda: torch.full((6,), 1.5e38)
+    numbers = [3.4e38] * (3 if kind == "all-reduce" else 6)
+    forge(t, swarm.peers[1], parcel, numbers, weight)
+    with pytest.raises(RemoteError, match=f"peer {short(swarm.peers[1].peer_id)}: bad-parcel"):
+        t.step()
+    assert torch.equal(t.x(), x)
+
+
+def test_a_mean_of_large_numbers_does_not_overflow(parcel_swarm, together):
+    swarm = parcel_swarm(2)
+    group = trainers(swarm, "dpsgd")
+    together(*[lambda t=t: t.run(3) for t in group])
+    t = group[0]
+    t.strategy._flat = lambda tensors=None: torch.full((6,), 3.4e38)
+    t.strategy._move = lambda usable: torch.zeros(6)
+    forge(t, swarm.peers[1], Kind.NEIGHBOUR, [3.4e38] * 6)
+    t.step()
+    assert torch.isfinite(t.x()).all()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_pairs_refuse_what_does_not_fit_and_say_so_once(asked, parcel_swarm, together, caplog):
+    swarm = parcel_swarm(2)
+    group = trainers(swarm, "adpsgd-free")
+    march(group, "adpsgd-free", 2, together)
+    me, other = (1, 0) if asked else (0, 1)  # the first is active, and asks
+    strategy = group[me].strategy
+    if not asked:
+        strategy._pending = (99, swarm.peers[other].peer_id, torch.full((6,), -3.4e38))
+    before = strategy._x.clone()
+    kind, numbers = (Kind.PAIR, [1.0] * 5) if asked else (Kind.PAIRED, [3.4e38] * 6)
+    for _ in range(3):
+        lie(swarm.peers[other], swarm.peers[me], (kind, 99), numbers)
+    assert torch.equal(strategy._x, before)
+    named = [r.message for r in caplog.records if r.message.startswith("bad-parcel")]
+    assert len(named) == 1
+    assert short(swarm.peers[other].peer_id) in named[0]
+
+
+def test_statistics_of_another_optimizer_are_refused_by_name(parcel_swarm, together):
+    swarm = parcel_swarm(2)
+    group = trainers(swarm, "all-reduce", momentum=0.9)
+    together(*[lambda t=t: t.run(2) for t in group])
+    t, liar = group[0], swarm.peers[1]
+    world = replace(t.strategy.muster.world, fronts=(2, 3))
+    parts = [_pack("v:exp_avg"), torch.ones(6), torch.ones(6)]
+    for part, vector in enumerate(parts):
+        tag = world.tag(Kind.HANDOVER, 0, part)
+        liar.parcels.send(swarm.peers[0].peer_id, tag, vector)
+    x = t.x().clone()
+    with pytest.raises(RemoteError, match=f"peer {short(liar.peer_id)}: bad-handover"):
+        take(t.strategy.muster, world, t.strategy.parameters(), t.strategy.inner)
+    assert torch.equal(t.x(), x)

@@ -12,6 +12,7 @@ from moshpit.baselines.kinds import Kind
 from moshpit.baselines.world import Muster, World
 from moshpit.errors import ConfigError, RemoteError
 from moshpit.training.parcels import Parcels
+from moshpit.training.tensors import is_finite
 from moshpit.types import short
 
 
@@ -60,6 +61,8 @@ def ring_all_reduce(
     for hop in range(n - 1):
         piece, mass, got = pass_on(hop, (me - hop) % n)
         sums[bounds[got] : bounds[got + 1]] += piece
+        if not is_finite(sums[bounds[got] : bounds[got + 1]]):
+            raise RemoteError(short(left), "bad-parcel", "its numbers are too large to be added")
         weights[got] += mass
     own = (me + 1) % n
     total = weights[own]

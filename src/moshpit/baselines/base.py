@@ -8,6 +8,7 @@ the same bytes. So a researcher compares it with `LocalSGD` by changing one argu
 from __future__ import annotations
 
 import contextlib
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch
 from moshpit.baselines.kinds import Kind
 from moshpit.baselines.world import SLICE_S, Muster, Regroup, World, too_few, workers
 from moshpit.errors import ConfigError, WaitTimeoutError
+from moshpit.tensors.parcel import Parcel
 from moshpit.training.parcels import Parcels, ParcelSwarm
 from moshpit.training.strategies.base import Closure, Handle, Layouts, Snapshot, Strategy
 from moshpit.training.tensors import (
@@ -26,8 +28,11 @@ from moshpit.training.tensors import (
     forget_nonfinite_statistics,
     is_finite,
 )
+from moshpit.types import PeerId, short
 
 T = TypeVar("T")
+
+log = logging.getLogger("moshpit")
 
 PATIENCE_S = 60.0  # guess: much longer than any step, so that only a real stop ends a run
 
@@ -58,6 +63,7 @@ class Baseline(Strategy):
         self._patience_s = patience_s
         self._all_samples = 0.0
         self._gathered = False
+        self._refused: dict[PeerId, None] = {}
         self._swarm: ParcelSwarm | None = None
         self._waited: Callable[[float], object] = lambda since: None
         self._flat_layouts = Layouts()
@@ -142,6 +148,13 @@ class Baseline(Strategy):
         """Wait a moment, by the swarm's clock; for methods without a world."""
         with contextlib.suppress(WaitTimeoutError):  # nobody calls
             self.swarm.parcels.take((Kind.MUSTER, 0), timeout_s=SLICE_S)
+
+    def _refuse(self, parcel: Parcel, wrong: str) -> None:
+        """Say, once for each sender, that a parcel of it was not used; for what is served in the
+        network's thread, where nothing can be raised to training."""
+        if parcel.sender not in self._refused:
+            self._refused[parcel.sender] = None
+            log.warning("bad-parcel %s: %s", short(parcel.sender), wrong)
 
     def _counted(self, samples: float) -> None:
         """So many samples of all peers were used in this step."""

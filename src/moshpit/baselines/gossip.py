@@ -16,6 +16,7 @@ from moshpit.errors import PeerLostError, RemoteError, WaitTimeoutError
 from moshpit.tensors.parcel import Parcel
 from moshpit.training.parcels import Parcels
 from moshpit.training.strategies.base import Snapshot
+from moshpit.training.tensors import is_finite
 from moshpit.types import PeerId, short
 
 
@@ -73,15 +74,15 @@ class DPSGD(Synchronous):
         neighbours = _neighbours(world)
         if self._sent != (world.round, self._completed):
             self._push(world, own)
-        mixed = own.clone()
+        mixed = own / (1 + len(neighbours))
         for neighbour in neighbours:
             tag = world.tag(Kind.NEIGHBOUR, self._completed)
             parcel = self.muster.take(tag, neighbour)
             if parcel.vector.numel() != own.numel():
                 detail = f"{parcel.vector.numel()} numbers, not {own.numel()}"
                 raise RemoteError(short(neighbour), "bad-parcel", detail)
-            mixed += parcel.vector
-        return mixed.div_(1 + len(neighbours))
+            mixed += parcel.vector / (1 + len(neighbours))  # before the sum: that could overflow
+        return mixed
 
     def _push(self, world: World, own: torch.Tensor) -> None:
         tag = world.tag(Kind.NEIGHBOUR, self._completed)
@@ -240,10 +241,13 @@ class ADPSGD(Baseline):
     def _asked(self, parcel: Parcel) -> None:
         """The passive side: average at once. In the network's thread."""
         with self._lock:
-            if self._x is None or self._x.numel() != parcel.vector.numel():
+            if self._x is None:
                 mean = parcel.vector  # training has not begun here: the other keeps what it has
+            elif self._x.numel() != parcel.vector.numel():
+                self._refuse(parcel, f"{parcel.vector.numel()} numbers, not {self._x.numel()}")
+                return
             else:
-                mean = (self._x + parcel.vector).div_(2)
+                mean = self._x / 2 + parcel.vector / 2  # before the sum: that could overflow
                 self._x.copy_(mean)
                 self.averagings += 1
         self.swarm.parcels.send(parcel.sender, (Kind.PAIRED, parcel.tag[1]), mean)
@@ -255,9 +259,15 @@ class ADPSGD(Baseline):
             if pending is None or (pending[0], pending[1]) != (parcel.tag[1], parcel.sender):
                 return
             self._pending = None
-            if self._x is not None and self._x.numel() == parcel.vector.numel():
-                self._x += parcel.vector - pending[2]
-                self.averagings += 1
+            if self._x is None or self._x.numel() != parcel.vector.numel():
+                self._refuse(parcel, f"{parcel.vector.numel()} numbers")
+                return
+            moved = self._x + (parcel.vector - pending[2])
+            if not is_finite(moved):
+                self._refuse(parcel, "its numbers are too large to be added")
+                return
+            self._x = moved
+            self.averagings += 1
 
     # --- the end ----------------------------------------------------------------------------
 

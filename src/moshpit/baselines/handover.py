@@ -65,6 +65,10 @@ def take(
     names = _unpack(part(_HEADER, None)).split()
     if not all(n[:2] in ("v:", "s:") and n[2:].isidentifier() for n in names):
         raise RemoteError(short(donor), "bad-handover", "what it names is no statistic")
+    known = _names(parameters, optimizer)
+    if names and known and names != known:
+        detail = f"statistics {' '.join(names)}, not {' '.join(known)}"
+        raise RemoteError(short(donor), "bad-handover", detail)
     layout = VectorLayout([(p.name, p.tensor) for p in parameters])
     values = part(_PARAMETERS, layout.numel)
     statistics = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from typing import Any, final
 
@@ -15,6 +14,7 @@ from moshpit.baselines.world import Regroup, World
 from moshpit.errors import RemoteError
 from moshpit.tensors.parcel import Parcel
 from moshpit.training.strategies.base import Snapshot
+from moshpit.training.tensors import is_finite
 from moshpit.types import PeerId, short
 
 
@@ -75,6 +75,8 @@ class SGP(Synchronous):
         self._w = 1.0
         self._sent = -1
         self._owed: deque[tuple[World, int, PeerId]] = deque()
+        self._ever: dict[PeerId, None] = {}  # who was in any world
+        self._earlier = 0.0  # the weights of the run that this one goes on from
 
     @property
     def numerator(self) -> torch.Tensor:
@@ -111,21 +113,48 @@ class SGP(Synchronous):
             half = self.numerator.div_(2)
             self.swarm.parcels.send(to, world.tag(Kind.MASS, step), half, self._w)
         while len(self._owed) > self.delay:
+            self._receive_next()
+
+    @property
+    def _all_weights(self) -> float:
+        """What the weights of all peers add up to at most: each has begun with 1."""
+        return self._earlier + len(self._ever)
+
+    def _receive_next(self) -> None:
+        """Take in what has been owed longest. A bad parcel was it, too: nothing else will come."""
+        try:
             self._receive(self._owed[0])
+        except RemoteError:
             self._owed.popleft()
+            raise
+        self._owed.popleft()
 
     def _receive(self, owed: tuple[World, int, PeerId]) -> None:
         world, step, sender = owed
         self._add(self.muster.take(world.tag(Kind.MASS, step), sender))
 
     def _add(self, parcel: Parcel) -> None:
-        if parcel.vector.numel() != self.numerator.numel():
-            detail = f"{parcel.vector.numel()} numbers, not {self.numerator.numel()}"
-            raise RemoteError(short(parcel.sender), "bad-parcel", detail)
-        self.numerator.add_(parcel.vector)
-        self._w += parcel.weight
+        """Add a half, if it can be one; otherwise this peer's x and w stay as they are.
+
+        Raises:
+            RemoteError: it cannot.
+        """
+        x = self.numerator
+        wrong = ""
+        if parcel.vector.numel() != x.numel():
+            wrong = f"{parcel.vector.numel()} numbers, not {x.numel()}"
+        elif not 0 < parcel.weight <= self._all_weights:
+            wrong = f"a weight of {parcel.weight:g}; all together have had {self._all_weights:g}"
+        else:
+            total = x + parcel.vector
+            if is_finite(total):
+                self._x, self._w = total, self._w + parcel.weight
+                return
+            wrong = "its numbers are too large to be added"
+        raise RemoteError(short(parcel.sender), "bad-parcel", wrong)
 
     def _enter(self, world: World, before: World | None) -> None:
+        self._ever.update(dict.fromkeys(world.members))
         self._owed.clear()  # who owed it is dead, or it is among what has come
         for parcel in self.muster.left_over(Kind.MASS):
             self._add(parcel)
@@ -148,9 +177,10 @@ class SGP(Synchronous):
 
     def _settle(self) -> None:
         while self._owed:
-            with contextlib.suppress(Regroup):  # it died; what it has sent before is here
-                self._receive(self._owed[0])
-            self._owed.popleft()
+            try:
+                self._receive_next()
+            except Regroup:  # it died; what it has sent before is here
+                self._owed.popleft()
         if self._x is not None:
             self._set(self._x / self._w)
 
@@ -164,9 +194,10 @@ class SGP(Synchronous):
     def state_dict(self) -> dict[str, Any]:
         self._settle()
         x = None if self._x is None else self._x.clone()
-        return {**super().state_dict(), "numerator": x, "weight": self._w}
+        weights = {"weight": self._w, "weights": self._all_weights}
+        return {**super().state_dict(), "numerator": x, **weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._x = None if state["numerator"] is None else state["numerator"].clone()
-        self._w = float(state["weight"])
+        self._w, self._earlier = float(state["weight"]), float(state["weights"])

@@ -107,6 +107,9 @@ class ParameterServer(Synchronous):
             parcel = self.muster.take(world.tag(Kind.GRADIENT, self._completed), member)
             self._judge(parcel, total.numel())
             total += parcel.vector * parcel.weight
+            if not is_finite(total):
+                wrong = "its numbers are too large to be added"
+                raise RemoteError(short(member), "bad-parcel", wrong)
             weight += parcel.weight
         if weight > 0:
             self._set_gradient(total.div_(weight))
@@ -190,6 +193,7 @@ class ParameterServer(Synchronous):
         with self._lock:
             values = self._held_flat()
             if values.numel() != parcel.vector.numel():
+                self._refuse(parcel, f"{parcel.vector.numel()} numbers, not {values.numel()}")
                 return
             again = self._seen.get(parcel.sender) == parcel.tag[1]
             self._seen[parcel.sender] = parcel.tag[1]

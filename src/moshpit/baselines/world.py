@@ -28,6 +28,7 @@ from moshpit.types import PeerId, short
 PART_BITS: Final = 12  # a ring of 2000 peers
 ROUND_SHIFT: Final = 44  # 32 bits for steps, and 19 for musters
 ROUNDS_MAX: Final = 1 << 19
+STEPS_MAX: Final = 1 << (ROUND_SHIFT - PART_BITS)
 JUMP_MAX: Final = 1000  # guess: more musters than one can have missed; numbers must not run out
 SLICE_S: Final = 0.1  # guess: how soon who waits in vain looks for a muster
 _BASE: Final = 1 << 20  # float32 holds integers up to 2**24
@@ -106,7 +107,7 @@ class _Call:
         if len(parts) != _NUMBERS or not all(0 <= p < _BASE and p == int(p) for p in parts):
             return None
         values = [int(h) * _BASE + int(low) for h, low in zip(parts[::2], parts[1::2], strict=True)]
-        return cls(*values) if values[0] < ROUNDS_MAX else None
+        return cls(*values) if values[0] < ROUNDS_MAX and values[2] < STEPS_MAX else None
 
 
 @final
