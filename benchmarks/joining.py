@@ -12,6 +12,7 @@ joiners' own work slows the donors, too: `step, CPU` counts only the training th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import queue
@@ -167,13 +168,23 @@ class Child:
             cwd=Path(__file__).parent.parent,
         )
         self.events: queue.Queue[dict[str, Any]] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.events.put(json.loads(line))
         self.events.put({"event": "end"})
+
+    def end(self) -> None:
+        """Leave nothing of it behind, once it was killed."""
+        self.process.wait()
+        self._reader.join()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
 
     def tell(self, order: str) -> None:
         assert self.process.stdin is not None
@@ -235,7 +246,7 @@ def measure(args: argparse.Namespace, count: int, port: int) -> dict[str, Any]:
         for child in children:
             child.process.kill()
         for child in children:
-            child.process.wait()
+            child.end()
 
 
 def ask(child: Child, order: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from tests.real.namespaces import why_not
+from tests.real.script import STRATEGIES
 
 from .controller import Training
 from .report import figures, timeline
@@ -85,7 +86,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--calm", type=float, help="seconds without faults at the end")
     parser.add_argument("--gap", type=float, default=7.0, help="mean seconds between two faults")
     parser.add_argument("--kinds", default="", help="only these, with commas between them")
-    parser.add_argument("--strategy", default="local", help="local-waits, gradients, diloco")
+    parser.add_argument("--strategy", default="local", choices=STRATEGIES)
     parser.add_argument("--samples", type=float, help="of an epoch, all together")
     parser.add_argument("--batch", type=int, default=8, help="samples of a step")
     parser.add_argument("--pace", type=float, default=4.0, help="steps a second of each peer")

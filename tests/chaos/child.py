@@ -13,6 +13,8 @@ import threading
 import time
 from pathlib import Path
 
+from tests.real.harness import environment, told
+
 from .network import Site
 from .record import GRACE_S, Event, Held, Life
 
@@ -77,7 +79,8 @@ class Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                text=True,
+                env=environment(),
                 start_new_session=True,  # Ctrl-C reaches the suite only, which then ends them
             )
         self.pid = self._process.pid
@@ -86,11 +89,7 @@ class Process:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            try:
-                event = json.loads(line)
-            except json.JSONDecodeError:  # the last line of a killed process may be cut
-                break
+        for event in told(self._process.stdout):
             self._said.put((self, event))
         self.life.code = self._process.wait()
         self.life.ended = time.monotonic()
@@ -114,7 +113,7 @@ class Process:
     def tell(self, **order: object) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its end is told by the reader
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
 
     def look(self) -> None:

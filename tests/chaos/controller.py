@@ -41,7 +41,7 @@ class Training:
         batch: samples of a step.
         pace: steps per second of each peer; 0: as fast as it goes.
         lr: peak of the learning rate.
-        strategy: local, local-waits, gradients or diloco.
+        strategy: one of `tests.real.script.STRATEGIES`.
     """
 
     samples: float = 768.0

@@ -24,8 +24,8 @@ import moshpit
 from moshpit.cli.demo_model import Batches, CharTransformer, corpus, loss_of, save_weights
 from moshpit.events import EpochReport
 from moshpit.protocol.matchmaking import HOLD_MARGIN_S, JOINS_MAX
-from moshpit.training.strategies import Strategy
 from moshpit.types import short
+from tests.real.script import STRATEGIES, say, strategy_of
 
 ORPHANED = 3
 TOLD_S = 0.1  # shorter waits are not worth a line
@@ -34,22 +34,6 @@ MEETING_S = 2 * MATCHMAKING.window_s_max + HOLD_MARGIN_S + JOINS_MAX * MATCHMAKI
 """How long a peer may look for a group, by what matchmaking promises."""
 CATCH_UP_S = 60.0
 """How long fetching the swarm's state may hold a peer up here; it is a megabyte or two."""
-
-
-def say(event: str, **fields: object) -> None:
-    print(json.dumps({"event": event, "at": time.monotonic(), **fields}), flush=True)
-
-
-def strategy_of(name: str, samples: float) -> Strategy:
-    match name:
-        case "local":
-            return moshpit.LocalSGD(samples)
-        case "local-waits":
-            return moshpit.LocalSGD(samples, overlap=False)
-        case "gradients":
-            return moshpit.GradientAveraging(samples)
-        case _:
-            return moshpit.DiLoCo(samples)
 
 
 def learning_rate(epoch: int, peak: float) -> float:
@@ -111,7 +95,7 @@ class Trainer:
         self.optimizer = moshpit.Optimizer(
             inner,
             swarm,
-            strategy_of(args.strategy, args.samples),
+            strategy_of(args.strategy, args.samples, own_samples=args.parts * args.batch),
             batch_size=args.batch,
             model=self.model,
             checkpoint=moshpit.Checkpoint(args.checkpoints, every=2, keep=args.keep),
@@ -190,7 +174,7 @@ def main() -> None:
     parser.add_argument("--parts", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--peers", type=int, default=1)
-    parser.add_argument("--strategy", default="local")
+    parser.add_argument("--strategy", default="local", choices=STRATEGIES)
     parser.add_argument("--samples", type=float, required=True)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--pace", type=float, required=True)

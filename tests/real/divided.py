@@ -5,7 +5,6 @@ python -m tests.real.divided TICKET ADDRESS PLACE
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -14,13 +13,10 @@ from typing import Any
 import torch
 
 import moshpit
+from tests.real.script import say
 
 BATCH = 8
 EPOCH_SAMPLES = 1600
-
-
-def say(event: str, **fields: object) -> None:
-    print(json.dumps({"event": event, **fields}), flush=True)
 
 
 class Telling:

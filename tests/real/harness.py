@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,32 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 PEER = Path(__file__).with_name("peer.py")
 Event = dict[str, Any]
 PATIENCE_S = 200.0  # only reached by a failing test
+ROOT = Path(__file__).parents[2]
+
+
+def environment() -> dict[str, str]:
+    """Return that of a child: one thread to compute, and it finds the tests' own modules."""
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def told(lines: Iterable[str]) -> Iterator[Event]:
+    """Read what a process says, in JSON lines, until its end; the last line of one that was killed
+    may be cut."""
+    for line in lines:
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
 
 
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+CROWDED = 3.0  # from here on, groups that did not wait for somebody say nothing
 
 
 def crowding() -> float:
@@ -69,7 +89,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env=environment(),
             )
         self.latest: dict[str, Event] = {}
         self._events: queue.Queue[Event | None] = queue.Queue()
@@ -78,16 +98,23 @@ class Child:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            event = json.loads(line)
+        for event in told(self.process.stdout):
+            self.heard(event)
             self.latest[event["event"]] = event
             self._events.put(event)
         self._events.put(None)
 
+    def heard(self, event: Event) -> None:
+        """It has said something; called by the thread that reads, before anybody else knows."""
+
     def send(self, **fields: object) -> None:
         """Give it a command."""
+        self.write(json.dumps(fields))
+
+    def write(self, line: str) -> None:
+        """Give it a line."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(fields) + "\n")
+        self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
     def expect(self, kind: str, timeout_s: float = PATIENCE_S, **at_least: int) -> Event:

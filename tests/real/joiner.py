@@ -16,26 +16,11 @@ import time
 import torch
 
 import moshpit
-from moshpit.training.strategies import Strategy
 from moshpit.types import short
+from tests.real.script import say, strategy_of
 
 BATCH = 8
-
-
-def say(event: str, **fields: object) -> None:
-    print(json.dumps({"event": event, **fields}), flush=True)
-
-
-def the_strategy(name: str, samples: float) -> Strategy:
-    match name:
-        case "gradients":
-            return moshpit.GradientAveraging(samples)
-        case "local":
-            return moshpit.LocalSGD(samples, overlap=False)
-        case "local-overlap":
-            return moshpit.LocalSGD(samples)
-        case _:
-            return moshpit.DiLoCo(samples)
+PEERS = 3  # about so many share an epoch
 
 
 class Orders:
@@ -87,7 +72,7 @@ def main() -> None:
             torch.nn.Linear(8, args.width), torch.nn.Tanh(), torch.nn.Linear(args.width, args.width)
         )
         inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-        strategy = the_strategy(args.strategy, args.samples)
+        strategy = strategy_of(args.strategy, args.samples, own_samples=PEERS * BATCH)
         checkpoint = None
         if args.directory is not None:
             checkpoint = moshpit.Checkpoint(args.directory, keep=args.keep, resume=args.resume)

@@ -7,7 +7,8 @@ import contextlib
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from moshpit.identity.tickets import RunKey
 from moshpit.training.shelf import saved_in
 from moshpit.types import Address
 
-from .harness import Child, Event, free_port
+from .harness import PATIENCE_S, Child, Event, crowding, free_port
 
 SCRIPT = Path(__file__).with_name("joiner.py")
 
@@ -98,8 +99,9 @@ LONG = pytest.mark.soak
     [
         "diloco",
         pytest.param("gradients", marks=LONG),
+        pytest.param("overlapped", marks=LONG),
+        pytest.param("local-waits", marks=LONG),
         pytest.param("local", marks=LONG),
-        pytest.param("local-overlap", marks=LONG),
     ],
 )
 def test_a_latecomer_takes_part(strategy: str, tmp_path: Path) -> None:
@@ -142,7 +144,14 @@ def test_a_donor_is_killed_in_the_middle(tmp_path: Path) -> None:
         check_all_alike(peers, running.finish(peers, after=2))
 
 
-@pytest.mark.parametrize("strategy", ["diloco", pytest.param("gradients", marks=LONG)])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "diloco",
+        pytest.param("gradients", marks=LONG),
+        pytest.param("overlapped", marks=LONG),
+    ],
+)
 def test_who_was_paused_comes_back(strategy: str, tmp_path: Path) -> None:
     with job(tmp_path, "--strategy", strategy) as running:
         peers = [running.add("--seed", "0", "--peers", "3") for _ in range(3)]
@@ -181,6 +190,13 @@ def kill_all(peers: list[Peer]) -> None:
         peer.process.kill()
     for peer in peers:
         peer.process.wait()
+
+
+def wait_until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def epochs_in(directory: Path) -> list[int]:
@@ -224,7 +240,7 @@ def test_all_die_and_start_again_from_the_newest_epoch_that_all_hold(tmp_path: P
 
 
 @LONG
-@pytest.mark.parametrize("strategy", ["gradients", "diloco", "local"])
+@pytest.mark.parametrize("strategy", ["gradients", "diloco", "local-waits"])
 def test_who_holds_nothing_fetches_what_the_others_start_from(
     strategy: str, tmp_path: Path
 ) -> None:
@@ -233,6 +249,7 @@ def test_who_holds_nothing_fetches_what_the_others_start_from(
         three = [running.add("--seed", "0", "--directory", str(f)) for f in folders]
         for peer in three:
             peer.expect("epoch", epoch=5)
+        wait_until(lambda: len(epochs_in(folders[0])) > 1 and len(epochs_in(folders[1])) > 0)
         kill_all(three)
         shutil.rmtree(folders[2])
         forget(folders[1], epochs_in(folders[1])[1:])
@@ -278,7 +295,9 @@ def test_a_joiner_whose_donors_are_all_gone_waits_for_one_from_a_checkpoint(
 def test_eight_joiners_cost_a_donor_about_as_much_as_two() -> None:
     """Without passing on, eight would cost each of two donors four states."""
     args = argparse.Namespace(mb=8.0, donors=2, samples=4000.0, seconds=1.0)
+    crowded = crowding()
     two, eight = (joining.measure(args, count, free_port()) for count in (2, 8))
     most = [max(row["given_by_donors"]) for row in (two, eight)]
-    assert most[1] <= max(1.3, 1.5 * most[0]), most
+    # A joiner that a busy machine holds up counts as stalled, and the donor gives its pieces again.
+    assert most[1] <= min(2.0, max(1.3, 1.5 * most[0]) * max(crowded, crowding())), most
     assert sum(eight["passed_on"]) >= 5.0, "the rest came from other joiners"

@@ -166,11 +166,21 @@ def test_a_step_that_does_not_come_around(tmp_path: Path) -> None:
         # One hears no signal: when the grace is over, it is ended.
         two.tell("hang")
         two.expect("hanging")
+        while "futex" not in waits_in(two.process.pid):  # then no handler runs any more
+            time.sleep(0.01)
         began = time.monotonic()
         two.signal(signal.SIGTERM)
         assert two.ended() == 128 + signal.SIGTERM, two.errors
         assert time.monotonic() - began >= 5.0
         assert "not done 5 s after SIGTERM, ending now" in two.errors
+
+
+def waits_in(pid: int) -> str:
+    """What a process's main thread waits in; where nobody tells, as if it were a lock."""
+    try:
+        return Path(f"/proc/{pid}/wchan").read_text()
+    except FileNotFoundError:
+        return "futex"
 
 
 @pytest.mark.soak

@@ -3,82 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import queue
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from moshpit.identity.tickets import RunKey
 from moshpit.types import Address
 
+from .harness import Child, Event
 from .namespaces import Machine, internet, needs_namespaces
 
-ROOT = Path(__file__).parents[2]
-PATIENCE_S = 120.0
-Event = dict[str, Any]
 
-
-class Peer:
+class Peer(Child):
     """A process of `tests.real.divided` on a machine, and what it has said."""
 
     def __init__(self, machine: Machine, ticket: str, place: float) -> None:
         command = [sys.executable, "-m", "tests.real.divided", ticket, machine.address, str(place)]
-        self.machine = machine
-        self.process = subprocess.Popen(
-            machine.inside(*command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            cwd=ROOT,
-        )  # fmt: skip
         self.averagings: list[tuple[Event, Event]] = []
         """What it gave, and what came of it."""
-        self._news: queue.Queue[Event | None] = queue.Queue()
-        self._gave: Event | None = None
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        super().__init__(machine.inside(*command))
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._news.put(json.loads(line))
-        self._news.put(None)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._reader.join()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+    def heard(self, event: Event) -> None:
+        if event["event"] == "averaged":
+            self.averagings.append((self.latest["gave"], event))
 
     def tell(self, line: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
-
-    def next(self, kind: str, deadline: float) -> Event:
-        while True:
-            event = self._news.get(timeout=max(0.1, deadline - time.monotonic()))
-            assert event is not None, "it has ended"
-            if event["event"] == "gave":
-                self._gave = event
-            elif event["event"] == "averaged":
-                assert self._gave is not None
-                self.averagings.append((self._gave, event))
-            if event["event"] == kind:
-                return event
+        self.write(f"{line}")
 
     def until_with(self, peers: int, count: int) -> None:
         """Wait for so many averagings with so many peers."""
-        deadline = time.monotonic() + PATIENCE_S
         while count:
-            count -= self.next("averaged", deadline)["peers"] == peers
+            count -= self.expect("averaged")["peers"] == peers
 
 
 @contextlib.contextmanager
@@ -87,7 +43,7 @@ def ended(peers: list[Peer]) -> Iterator[list[Peer]]:
         yield peers
     finally:
         for peer in peers:
-            peer.end()
+            peer.stop()
 
 
 @pytest.mark.soak
@@ -100,7 +56,7 @@ def test_sides_train_on_while_the_network_is_cut_and_merge_by_what_they_have_don
         peers = stack.enter_context(ended([]))
         for place, machine in enumerate(machines):
             peers.append(Peer(machine, ticket, place))
-            peers[-1].next("joined", time.monotonic() + PATIENCE_S)
+            peers[-1].expect("joined")
         for peer in peers:
             peer.tell(3)
         for peer in peers:
@@ -127,4 +83,4 @@ def test_sides_train_on_while_the_network_is_cut_and_merge_by_what_they_have_don
             assert at[merged][1]["values"] == epochs[0][merged][1]["values"]
         for peer in peers:
             peer.tell("finish")
-            assert peer.next("left", time.monotonic() + PATIENCE_S)["caught_up"] == 0
+            assert peer.expect("left")["caught_up"] == 0

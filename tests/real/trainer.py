@@ -17,12 +17,9 @@ import torch
 
 import moshpit
 from moshpit.types import short
+from tests.real.script import say
 
 BATCH = 8
-
-
-def say(event: str, **fields: object) -> None:
-    print(json.dumps({"event": event, **fields}), flush=True)
 
 
 class Telling:

@@ -7,6 +7,10 @@ or a round that does not end, is interrupted at a share of the grace, wherever i
 had after its last step is saved; and when the grace is over, the process ends. A script without
 such a loop is interrupted at once.
 
+Python runs a signal's handler in the main thread, when that comes back to Python. One that waits
+in C code for something that does not come (a mutex, a device) never does; so the grace is kept by
+a thread of its own, to which the signal itself writes (`signal.set_wakeup_fd`).
+
 Signals belong to the process, and so does this module's state: one `Departure`.
 """
 
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import threading
 import time
@@ -24,6 +29,7 @@ from moshpit.errors import MoshpitError
 
 ROUND_SHARE = 0.5  # guess: of the grace, for the averaging under way; the rest is for saving
 INTERRUPT_SHARE = 0.6  # guess: of the grace, for the loop to come around by itself
+HANDLED_S = 0.5  # guess: so soon the main thread handles a signal, if it can
 OURS: Final = "moshpit."
 OUTSIDE: Final = (__name__, "moshpit.cli.run")
 """Modules of ours that a loop may be interrupted in without being in the midst of a step."""
@@ -69,6 +75,8 @@ class Departure:
         self.interrupted = False
         """Whether the loop did not come around by itself."""
         self._owner = os.getpid()
+        self._heard, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
         self._asked_at = 0.0
         self._number = signal.SIGTERM
         self._asked = threading.Event()
@@ -76,6 +84,12 @@ class Departure:
         self._interrupt = False
         # Made now: a signal's handler may start no thread, for it may have interrupted one start.
         threading.Thread(target=self._watch, name="moshpit-grace", daemon=True).start()
+
+    def listen(self) -> None:
+        """Have signals wake the thread that keeps the grace. For the main thread."""
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        # A child's signals are none of this process.
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
     @property
     def asked(self) -> bool:
@@ -100,8 +114,7 @@ class Departure:
             self._unwinding.set()
             raise Leaving
         elif not self.asked:
-            self._number = signal.Signals(number)
-            self._asked_at = time.monotonic()
+            self._note(number)
             self._asked.set()
             _say(
                 f"{self._number.name}: leaving, within {self.grace_s:g} s"
@@ -114,16 +127,37 @@ class Departure:
             _say("interrupted again: ending at once")
             os._exit(128 + number)
 
+    def _note(self, number: int) -> None:
+        """The first signal has come; whoever sees it first says so."""
+        if not self._asked_at:
+            self._number, self._asked_at = signal.Signals(number), time.monotonic()
+
     def _watch(self) -> None:
-        self._asked.wait()
-        if not self._unwinding.wait(self.left_s(INTERRUPT_SHARE)):
+        while not self._asked_at:
+            self._hear(None)
+        while not self._unwinding.is_set() and self.left_s(INTERRUPT_SHARE):
+            self._hear(self.left_s(INTERRUPT_SHARE))
+        if not self._unwinding.is_set():
             self._interrupt = True
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, signal.SIGTERM)  # also ends its wait in a system call
-        time.sleep(self.left_s())
+        while self.left_s():
+            self._hear(self.left_s())
         _say(f"not done {self.grace_s:g} s after {self._number.name}, ending now")
         os._exit(128 + self._number)
+
+    def _hear(self, timeout_s: float | None) -> None:
+        """Wait for signals, for a while."""
+        if not select.select([self._heard], [], [], timeout_s)[0]:
+            return
+        for number in os.read(self._heard, 64):
+            if number not in (signal.SIGTERM, signal.SIGINT):
+                continue
+            if self._asked_at and number == signal.SIGINT and not self._asked.wait(HANDLED_S):
+                _say("interrupted again: ending at once")
+                os._exit(128 + number)
+            self._note(number)
 
 
 class _Process:
@@ -138,6 +172,7 @@ def departure() -> Departure | None:
 def on_signals(grace_s: float) -> None:
     """Make SIGTERM and SIGINT end this process in good order. For its main thread."""
     _Process.departure = Departure(grace_s)
+    _Process.departure.listen()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _Process.departure.handle)
 
