@@ -235,3 +235,27 @@ def test_names_at_the_ends_of_lines_never_overlap() -> None:
     places = plots.spread_out([0.0, 0.0, 0.01, 0.5, 0.99, 1.0, 1.0], 0.05)
     assert all(b - a >= 0.05 - 1e-12 for a, b in pairwise(places))
     assert places[-1] <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["averaging", "--plot", "nowhere/x.svg"], "--plot nowhere/x.svg: there is no folder"),
+        (["averaging", "--csv", "nowhere/x.csv"], "--csv nowhere/x.csv: there is no folder"),
+        (["protocol", "--plot", "nowhere/x.svg"], "there is no folder"),
+        (["training", "--csv", "nowhere/x.csv"], "there is no folder"),
+        (
+            ["training", "--preset", "language", "--methods", "sgp"],
+            "--methods: for --preset vision",
+        ),
+        (
+            ["training", "--steps", "3", "--prices", "1,2"],
+            "--steps, --prices: for --preset language",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_before_hours_of_work(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(experiment_app, arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert said in str(result.exception)
+    assert result.stderr == "", "nothing has begun"

@@ -96,7 +96,10 @@ def averaging(  # noqa: PLR0917 - typer reads the parameters
         peers=peers, group_size=group_size, dims=dims, death=failure, failure=model,
         rounds=rounds, seeds=seeds, seed=seed,
     )  # fmt: skip
-    found = experiment.run(setup, experiment.algorithms_named(algorithms), output.explain)
+    names = experiment.algorithms_named(algorithms)
+    output.check_place("--csv", csv_file)
+    output.check_place("--plot", plot)
+    found = experiment.run(setup, names, output.explain)
     to_stdout = csv_file is not None and str(csv_file) == "-"
     if csv_file is not None:
         _write_text("--csv", csv_file, experiment.as_csv(setup, found))
@@ -185,6 +188,7 @@ def protocol(  # noqa: PLR0917 - typer reads the parameters
         peers=peers, group_size=group_size, death=failure, epochs=epochs, values=values,
         seeds=seeds, runs=runs,
     )  # fmt: skip
+    output.check_place("--plot", plot)
     (found,) = agreement.compare([case], jobs=_jobs(jobs), say=output.explain)
     if plot is not None:
         plots.write(agreement.plot(found), plot)
@@ -248,6 +252,7 @@ def all_(
     began = time.perf_counter()
     names = [name.strip() for name in only.split(",")] if only is not None else list(CATALOGUE)
     chosen = {name: experiment(name) for name in names}
+    pages.make_folder(report)
     command = f"moshpit experiment all --report {report}" + (" --small" if small else "")
     context = Context(small, output.explain, _jobs(jobs))
     sections: list[Section] = []

@@ -111,6 +111,19 @@ def training(  # noqa: PLR0917 - typer reads the parameters
     jobs = jobs if jobs is not None else os.cpu_count() or 1
     if jobs < 1 or (seeds is not None and seeds < 1):
         raise ConfigError("--jobs and --seeds: give 1 or more")
+    only = {
+        "vision": {
+            "--methods": methods, "--fleets": fleets, "--limit": limit, "--rate": rate,
+            "--period": period,
+        },
+        "language": {"--steps": steps, "--slowness": slowness, "--prices": prices},
+    }  # fmt: skip
+    for preset, options in only.items():
+        strange = [name for name, value in options.items() if value is not None]
+        if strange and preset != which and which in only:
+            raise ConfigError(f"{', '.join(strange)}: for --preset {preset}, not for {which}")
+    output.check_place("--csv", csv_file)
+    output.check_place("--plot", plot)
     if which == "vision":
         given = _given(seed=seed, peers=peers, enough=target, limit_s=limit)
         given |= _given(rate=rate, period=period)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
 
-from moshpit.errors import MoshpitError, RemoteError
+from moshpit.errors import ConfigError, MoshpitError, RemoteError
 
 USAGE_ERROR = 2
 """The exit code of every error that is ours to explain."""
@@ -48,3 +49,17 @@ def report_error(message: str) -> None:
     line = " ".join(message.split())
     stderr().print("error:", style="bold red", end=" ")
     stderr().print(line, soft_wrap=True)
+
+
+def check_place(option: str, path: Path | None) -> None:
+    """Say at once that a file cannot be written where nobody has made a folder, not after hours.
+
+    Args:
+        option: by which the path was given.
+        path: of the file; None or ``-``: there is nothing to check.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if path is not None and str(path) != "-" and not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}")

@@ -119,14 +119,25 @@ def page(
     return "\n".join(parts) + "\n"
 
 
+def make_folder(folder: Path) -> None:
+    """Make the report's folder, before there is anything to lose.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--report {folder}: {error}") from error
+
+
 def write(folder: Path, text: str) -> Path:
-    """Write the page into a folder, which is made if need be; returns the file.
+    """Write the page into a folder; returns the file.
 
     Raises:
         ConfigError: it cannot be written there.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         file = folder / PAGE
         part = folder / f".{PAGE}.part"
         part.write_text(text, encoding="utf-8")
