@@ -264,6 +264,19 @@ def test_strategies_whose_peers_share_more_than_an_epoch(kind: str, epochs: int)
             assert all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
+def test_where_factors_are_averaged_the_side_that_is_behind_takes_the_others_state(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "moshpit.training")
+    trainees = train(
+        lambda: moshpit.GradientAveraging(3 * BATCH * 3, powersgd_rank=2),
+        (2, 1), cut_s=8.0, heal_s=34.0, epochs=32,
+    )  # fmt: skip
+    assert [t.optimizer.caught_up for t in trainees] == [0, 0, 1]
+    assert all(torch.equal(t.values, trainees[0].values) for t in trainees)
+    assert "what this peer did without the others, up to its epoch" in caplog.text
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("sides", [(5, 2), (2, 2, 2), (4, 1)], ids=str)

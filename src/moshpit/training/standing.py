@@ -205,7 +205,7 @@ class Standing:
         # Who goes on alone is still of this run, which others may come back to: its schema is not
         # to be made anew, of the parameters of now.
         sync, own = self._sync, self._schema or (self._attached_as if self.attached else b"")
-        listener = self._listen(sync)
+        listener, since = self._listen(sync), self.next_epoch
         while self._tries < TRIES_MAX:
             self._tries += 1
             if listener is None:
@@ -237,6 +237,11 @@ class Standing:
             self.attach()
             if not self.behind():
                 log.info("caught up with the swarm at epoch %d", self.next_epoch)
+                if since > 0:
+                    log.info(
+                        "what this peer did without the others, up to its epoch %d, is dropped",
+                        since,
+                    )
                 return True
         self._step_back(sync)
         self._schema = own
