@@ -80,6 +80,7 @@ class Record:
         faults: what was done.
         lives: all processes.
         left_on_disk: for each peer, what is in the directory in which it saves.
+        spread: by how much any number in the parameters of those who have finished differs most.
     """
 
     began: float = 0.0
@@ -89,6 +90,7 @@ class Record:
     faults: tuple[Fault, ...] = ()
     lives: list[Life] = field(default_factory=list[Life])
     left_on_disk: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
+    spread: float = 0.0
 
     @property
     def last_lives(self) -> list[Life]:

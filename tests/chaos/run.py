@@ -45,6 +45,7 @@ def disturbed(
     """Run with the faults of a seed; returns what happened, and the validation loss."""
     with chaos(folder, training, seed, tell) as run:
         record = run.run(places(seed, setup), setup.peers, draw(seed, setup), setup.seconds)
+    record.spread = spread_in(folder)
     return record, loss_in(folder)
 
 
@@ -54,7 +55,19 @@ def undisturbed(
     """Run without faults and as fast as it goes, up to the epoch that another run came to."""
     with chaos(folder, replace(training, pace=0.0), 0, tell) as run:
         record = run.run_undisturbed(peers, max(life.epoch for life in like.last_lives))
+    record.spread = spread_in(folder)
     return record, loss_in(folder)
+
+
+def spread_in(folder: Path) -> float:
+    """Return by how much any number in the weights that a run's peers have written differs most."""
+    written = [load_weights(path) for path in sorted(folder.glob("p*/weights"))]
+    apart = [
+        (weights[name] - tensor).abs().max().item()
+        for weights in written[1:]
+        for name, tensor in written[0].items()
+    ]
+    return max(apart, default=0.0)
 
 
 def loss_in(folder: Path) -> float:

@@ -10,7 +10,7 @@ from .record import Held, Life, Record
 from .report import figures, timeline
 from .run import Losses
 from .schedule import Fault, Kind
-from .verdict import healed_at, judge, waited_s
+from .verdict import GROUP, all_alike, healed_at, judge, waited_s
 
 
 def held(at: float, **more: float) -> Held:
@@ -195,3 +195,13 @@ def test_the_timeline_shows_who_was_hit() -> None:
     assert "x" * 30 in second
     assert epochs.split() == ["epoch", "0", "2", "4", "6", "8", "10", "12", "14", "16", "18"]
     assert figures(made)[0].startswith("1 faults, 3 processes, 19 epochs")
+
+
+@pytest.mark.parametrize(
+    ("spread", "epoch", "wrong"), [(1e-6, 20, False), (1e-3, 20, True), (1e-6, 21, True)]
+)
+def test_columns_of_a_grid_may_differ_by_rounding(spread: float, epoch: int, wrong: bool) -> None:
+    made = record(*(life(n, peers=GROUP + 1) for n in range(GROUP + 1)))
+    change_end(made, digest="e", epoch=epoch)
+    made.spread = spread
+    assert bool(all_alike(made)) == wrong
