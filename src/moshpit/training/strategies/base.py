@@ -26,6 +26,7 @@ from moshpit.tensors.codecs import ErrorFeedback, codec_named
 from moshpit.tensors.layout import VectorLayout
 from moshpit.tensors.reduce import is_finite
 from moshpit.training.averager import Averager, Averaging
+from moshpit.training.strategies.merging import ParameterMerge
 from moshpit.training.tensors import (
     Named,
     buffers_of,
@@ -309,6 +310,18 @@ class Strategy(ABC):
     def _before_main(self) -> int:
         """Return how many numbers come before the main part."""
         return sum(t.tensor.numel() for t in (*self._head(), *self._extras()))
+
+    def _collect_parted(self, merge: ParameterMerge) -> Snapshot:
+        """Return parameters that have parted, or what the optimizer keeps of them."""
+        taken = self._collect(merge.tensors(self.inner, self.parameters()))
+        if taken.nonfinite is None:
+            taken = replace(taken, weight=merge.weigh(taken.weight))
+        return replace(taken, codec="float32")
+
+    def _write_parted(self, merge: ParameterMerge, mean: torch.Tensor) -> None:
+        """Put their mean, and that of the head and the extras, into its place."""
+        main = merge.tensors(self.inner, self.parameters())
+        self._layouts.of(self._in_order(main)).write_back(mean)
 
     def _collect(self, main: list[Named]) -> Snapshot:
         """Copy the head, the extras and ``main`` into a vector, and look for non-finite values.

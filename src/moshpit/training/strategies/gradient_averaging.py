@@ -247,10 +247,7 @@ class GradientAveraging(Strategy):
         step belong to parameters that will be others."""
         for named in sums:
             named.tensor.zero_()
-        taken = self._collect(self._merge.tensors(self.inner, self.parameters()))
-        if taken.nonfinite is None:
-            taken = replace(taken, weight=self._merge.weigh(taken.weight))
-        return replace(taken, codec="float32")
+        return self._collect_parted(self._merge)
 
     def _of_factors(self, low_rank: LowRank, bad: str | None) -> Snapshot:
         """Return P or Q; the samples since are the next step's."""
@@ -342,10 +339,8 @@ class GradientAveraging(Strategy):
             self._agreement.repeats = 0
 
     def _adopt_parameters(self, mean: torch.Tensor) -> None:
-        mine = self.parameters()
-        tensors = self._merge.tensors(self.inner, mine)
-        self._layouts.of(self._in_order(tensors)).write_back(mean)
-        self._merge.taken(self.inner, mine, mean[_MERGE])
+        self._write_parted(self._merge, mean)
+        self._merge.taken(self.inner, self.parameters(), mean[_MERGE])
 
     def _adopt_factors(self, low_rank: LowRank, snapshot: Snapshot, mean: torch.Tensor) -> None:
         head = low_rank.head.clone()

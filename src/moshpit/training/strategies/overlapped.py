@@ -372,14 +372,12 @@ class OverlappedGradientAveraging(Strategy):
         """Return parameters, or what the optimizer keeps of them: complete, as ever."""
         self.samples, self._expected = self.fresh, None
         self._accord.note(self.parameters())
-        taken = self._collect(self._merge.tensors(self.inner, self.parameters()))
-        if taken.nonfinite is None:
-            taken = replace(taken, weight=self._merge.weigh(taken.weight))
+        taken = self._collect_parted(self._merge)
         todo = dict.fromkeys(range(len(self._pieces)))
         self._using = GlobalStep(
             taken.vector, taken.weight, 0.0, early=False, todo=todo, merges=True
         )
-        return replace(taken, codec="float32", fill_s=0.0)
+        return replace(taken, fill_s=0.0)
 
     def begun(self, averaging: Averaging) -> None:
         step = self._filling or self._using
@@ -426,10 +424,10 @@ class OverlappedGradientAveraging(Strategy):
 
     def _take_parameters(self, step: GlobalStep) -> None:
         """What is here are parameters that have parted, or statistics: of all, now."""
-        mean, mine = step.means(0, step.vector.numel()), self.parameters()
-        first, tensors = mean[:NUMBERS].clone(), self._merge.tensors(self.inner, mine)
-        self._layouts.of(self._in_order(tensors)).write_back(mean)
-        self._accord.taken(self.inner, mine, first)
+        mean = step.means(0, step.vector.numel())
+        first = mean[:NUMBERS].clone()
+        self._write_parted(self._merge, mean)
+        self._accord.taken(self.inner, self.parameters(), first)
 
     def _judge(self, step: GlobalStep) -> None:
         """Look at what all peers must agree on, once for each step."""
