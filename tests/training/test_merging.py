@@ -21,6 +21,8 @@ from moshpit.experiments.virtual import Machine, VirtualCluster, VirtualPeer
 from moshpit.experiments.virtual_net import Line
 from moshpit.training.averager import Averaging
 from moshpit.training.strategies import Strategy
+from moshpit.training.strategies.merging import ParameterMerge
+from moshpit.training.tensors import Named
 from moshpit.transport.memory import Exchange, Wire
 from moshpit.types import PeerId
 
@@ -299,3 +301,32 @@ def test_all_sides_become_one(kind: str, sides: tuple[int, ...], seed: int) -> N
     assert last - min(e for e in merged if e > last - 8) == 7, "together to the end"
     for trainee in trainees:
         assert torch.equal(trainee.values, trainees[0].values)
+
+
+@pytest.mark.parametrize("stepped", [(True, False), (True, True), (False, False)])
+def test_who_keeps_nothing_yet_and_who_does_go_through_the_same_averagings(
+    stepped: tuple[bool, bool],
+) -> None:
+    """An optimizer that has made no step has no statistics. Otherwise one peer gave these, and the
+    other gradients, again and again."""
+    merges, optimizers, named = [], [], []
+    for has_stepped in stepped:
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizers.append(torch.optim.AdamW([weight]))
+        if has_stepped:
+            weight.grad = torch.ones(3)
+            optimizers[-1].step()
+        named.append([Named("weight", weight)])
+        merges.append(ParameterMerge())
+        merges[-1].begin()
+    given: list[int] = []
+    while any(merge.under_way for merge in merges):
+        for merge, optimizer, mine in zip(merges, optimizers, named, strict=True):
+            assert len(merge.tensors(optimizer, mine)) == 1
+        mean = (merges[0].head + merges[1].head) / 2
+        given.append(round(mean[0].item()))
+        for merge, optimizer, mine in zip(merges, optimizers, named, strict=True):
+            assert merge.judge(mean)
+            merge.taken(optimizer, mine, mean)
+        assert len(given) < 5
+    assert given == ([1, 2, 3] if all(stepped) else [1])

@@ -5,10 +5,13 @@ themselves, in the vector's place for gradients; and, since the next steps must 
 everywhere, what the optimizer keeps per parameter (momenta, second moments), in one averaging for
 each. All with the same masses; so the merged optimizer's state is the mean of both, too.
 
-Three numbers travel in front of each vector: which of these averagings it is for (0: gradients),
-the square of that, and how many steps the optimizer has made. If the mean of the squares is not
-the square of the mean, vectors were mixed that do not belong together: somebody has not heard of
-the merging. Nobody who sees that uses the mean, and all who see it give parameters the next time.
+Four numbers travel in front of each vector: which of these averagings it is for (0: gradients),
+the square of that, how many steps the optimizer has made, and whether it keeps anything per
+parameter yet (1: yes). Who has made no step has nothing to give: then nothing is averaged but
+parameters; if that makes the next steps differ, all have something when they merge again. If the
+mean of the squares is not the square of the mean, vectors were mixed that do not belong together:
+somebody has not heard of the merging. Nobody who sees that uses the mean, and all who see it give
+parameters the next time.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import torch
 
 from moshpit.training.tensors import Named, statistics_of
 
-HEAD: Final = 3  # numbers
+HEAD: Final = 4  # numbers
 _GRADIENTS, _PARAMETERS = 0, 1
 _ROUNDING = 1e-4  # of a stage; masses are float64
 
@@ -30,7 +33,7 @@ class ParameterMerge:
     """Where a peer stands in such a merging.
 
     Attributes:
-        head: what travels in front: (3,).
+        head: what travels in front: (4,).
         weight: the mass in each of its averagings.
         mixed: the latest mean was of vectors that do not belong together.
     """
@@ -75,10 +78,10 @@ class ParameterMerge:
 
     def tensors(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Named]) -> list[Named]:
         """Return what is averaged now, in the order of the parameters; and fill the head."""
-        self.head[:] = torch.tensor([self._stage, self._stage**2, steps_of(optimizer)])
+        kinds, steps = self._kinds(optimizer, parameters), steps_of(optimizer)
+        self.head[:] = torch.tensor([self._stage, self._stage**2, steps, min(kinds, 1)])
         if self._stage <= _PARAMETERS:
             return list(parameters)
-        kinds = self._kinds(optimizer, parameters)
         return statistics_of(optimizer, parameters)[self._stage - _PARAMETERS - 1 :: kinds]
 
     def judge(self, head: torch.Tensor) -> bool:
@@ -97,7 +100,8 @@ class ParameterMerge:
         head: torch.Tensor,
     ) -> None:
         """The mean has taken its place: go on to the next averaging, if there is one."""
-        if self._stage <= self._kinds(optimizer, parameters):
+        all_keep_some = bool(head[3] > 1 - _ROUNDING)
+        if all_keep_some and self._stage <= self._kinds(optimizer, parameters):
             self._stage += 1
             return
         _count_steps(optimizer, round(head[2].item()))
