@@ -57,9 +57,6 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-CROWDED = 3.0  # from here on, groups that did not wait for somebody say nothing
-
-
 def crowding() -> float:
     """How many seconds a process needs here and now for a second's work: 1 on a quiet machine.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .harness import CROWDED, crowding, real_swarm
+from .harness import real_swarm
 
 
 @pytest.mark.timeout(600)
@@ -28,14 +28,9 @@ def test_a_group_of_sixteen_meets_again_and_again_without_a_failure(rounds: int)
     """How fast it does is for benchmarks/meeting.py to say."""
     with real_swarm(1_000) as swarm:
         swarm.start(16)
-        held_up = 0
-        for number in range(rounds):
+        for _ in range(rounds):
             results = swarm.average(swarm.peers)
             reports = [r["rounds"][0] for r in results]
-            if {len(r["peers"]) for r in reports} != {16} and crowding() > CROWDED:
-                held_up += 1  # some process got no processor for longer than a peer may be silent
-                assert held_up <= 1 + number // 10, reports
-                continue
             assert {r["outcome"] for r in reports} == {"complete"}
             assert {len(r["peers"]) for r in reports} == {16}
             assert len({r["digest"] for r in results}) == 1

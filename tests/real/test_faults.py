@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from .harness import CROWDED, Event, RealPeer, RealSwarm, crowding, real_swarm
+from .harness import Event, RealPeer, RealSwarm, crowding, real_swarm
 
 NUMEL = 16 * 1024 * 1024  # 64 MB
 PEERS = 4
@@ -51,13 +51,8 @@ def hit(swarm: RealSwarm, victim: RealPeer, moment_s: float, sign: signal.Signal
     return [p.expect("averaged") for p in swarm.peers if p is not victim]
 
 
-def apart(results: list[Event]) -> bool:
-    """Whether those who averaged did so in groups of their own."""
-    return len({r["rounds"][0]["group"] for r in results if r["rounds"]}) > 1
-
-
 def kill_moments(moments: int, seed: int) -> None:
-    rng, held_up = random.Random(seed), 0
+    rng = random.Random(seed)
     with real_swarm(NUMEL) as swarm:
         swarm.start(PEERS)
         usual_s = undisturbed(swarm)
@@ -66,11 +61,7 @@ def kill_moments(moments: int, seed: int) -> None:
             victim = swarm.peers[0] if moment == 0 else rng.choice(swarm.peers)
             results = hit(swarm, victim, rng.uniform(0, 1.1 * usual_s), signal.SIGKILL)
             survivors = [p for p in swarm.peers if p is not victim]
-            if apart(results) and crowding() > CROWDED:
-                held_up += 1  # a survivor got no processor for longer than a peer may be silent
-                assert held_up <= 1 + moments // 10, results
-            else:
-                check_survivors(results, survivors, usual_s)
+            check_survivors(results, survivors, usual_s)
             if moment + 1 < moments:
                 swarm.replace(victim)
 
