@@ -228,7 +228,10 @@ class RealSwarm:
             peer.expect("ready")
 
     def replace(self, victim: RealPeer) -> None:
-        """A new process takes a dead one's place; its ticket names those that live."""
+        """A new process takes a dead one's place; its ticket names those that live.
+
+        Nobody waits for a peer of which it is not known what it averages, so it does that once.
+        """
         victim.end()
         self.peers.remove(victim)
         addresses = tuple(Address.parse(a) for p in self.peers for a in p.addresses)
@@ -237,6 +240,7 @@ class RealSwarm:
         self.peers.append(fresh)
         fresh.joined()
         self.meet(self.peers)
+        self.average(self.peers)
 
     def numbers(self, peers: list[RealPeer]) -> dict[str, int]:
         return {p.name: p.number for p in peers}

@@ -83,8 +83,10 @@ class Trainer:
 
 def poison(trainer):
     """Make this trainer's next snapshot non-finite."""
-    if isinstance(trainer.opt._strategy, GRADIENTS):
-        first = next(iter(trainer.opt._strategy._sums.values()))
+    strategy = trainer.opt._strategy
+    if isinstance(strategy, GRADIENTS):
+        owner = getattr(strategy, "_gathered", strategy)  # overlapped gradients have them apart
+        first = next(iter(owner._sums.values()))
         first.view(-1)[0] = math.inf
     else:
         with torch.no_grad():
