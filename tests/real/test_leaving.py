@@ -247,3 +247,28 @@ def test_children_can_be_ended(tmp_path: Path) -> None:
         timeout=60,
     )
     assert (done.returncode, done.stdout) == (0, f"{-signal.SIGTERM}\n"), done.stderr
+
+
+DEAF = """
+import signal, time
+from moshpit.runtime import leaving
+leaving.on_signals(0.5)
+signal.set_wakeup_fd(-1)  # as event loops in the main thread do
+print("ready", flush=True)
+while True:
+    try:
+        time.sleep(60)
+    except BaseException:
+        pass
+"""
+
+
+def test_the_grace_is_kept_beside_an_event_loop() -> None:
+    with subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        try:
+            assert child.stdout.readline() == b"ready\n"
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(60) == 128 + signal.SIGTERM
+        finally:
+            child.kill()

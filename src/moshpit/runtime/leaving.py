@@ -116,6 +116,8 @@ class Departure:
         elif not self.asked:
             self._note(number)
             self._asked.set()
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._wake, b"\0")  # an event loop may have taken the signals' own writing
             _say(
                 f"{self._number.name}: leaving, within {self.grace_s:g} s"
                 + (" (again: at once)" if number == signal.SIGINT else "")
