@@ -1,4 +1,6 @@
-"""How hypothesis looks for examples: the same ones always, or ever new ones.
+"""What every test has: examples, and a logger as it was.
+
+How hypothesis looks for examples: the same ones always, or ever new ones.
 
 In ``make test`` and in CI a property is checked on the same examples every time, wherever and
 however slowly it runs: a failure is there for everybody, or for nobody. In ``make soak`` it is
@@ -7,6 +9,9 @@ with a selection of soak tests (``-m soak``).
 """
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,3 +29,13 @@ def pytest_configure(config: pytest.Config) -> None:
         return  # hypothesis has loaded, or will load, what was asked for
     chosen = str(config.getoption("markexpr")).replace("not soak", "")
     settings.load_profile("soak" if "soak" in chosen else "test")
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """Undo what a command does to Moshpit's logger when a test calls it in this process."""
+    log = logging.getLogger("moshpit")
+    before = (log.handlers, log.propagate, log.level)
+    yield
+    log.handlers, log.propagate, level = before
+    log.setLevel(level)

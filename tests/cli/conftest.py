@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 Moshpit = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture(autouse=True)
-def log_as_before() -> Iterator[None]:
-    """Undo what a command does to Moshpit's logger when a test calls it in this process."""
-    log = logging.getLogger("moshpit")
-    before = (log.handlers, log.propagate, log.level)
-    yield
-    log.handlers, log.propagate, level = before
-    log.setLevel(level)
 
 
 @pytest.fixture
