@@ -129,6 +129,7 @@ class Trainer:
         """Call it, and say how long this peer has waited in it, and how long it might have."""
         began, waited = time.monotonic(), self.optimizer.waited_s
         caught_up, report = self.optimizer.caught_up, self.optimizer.last_report
+        behind = self.swarm.epoch > self.optimizer.epoch + 1  # then it tries to catch up
         call()
         waited = self.optimizer.waited_s - waited
         new = self.optimizer.last_report
@@ -145,8 +146,9 @@ class Trainer:
                 stale=new.stale,
                 together=len(new.rounds[-1].peers) if new.rounds else 0,
             )
-        if self.optimizer.caught_up > caught_up:
+        if behind or self.optimizer.caught_up > caught_up:
             promise += CATCH_UP_S
+        if self.optimizer.caught_up > caught_up:
             say("caught up", epoch=self.optimizer.epoch)
         if waited > TOLD_S:
             say("waited", began=began, seconds=waited, promised_s=promise)

@@ -71,7 +71,13 @@ def test_broken_contributions_are_refused_by_name(how: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "seed", "peers"),
-    [("joiners", 1000, None), ("nat", 1009, 7), ("storm", 641, 12), ("storm", 1237, 12)],
+    [
+        ("joiners", 1000, None),
+        ("nat", 1009, 7),
+        ("storm", 641, 12),
+        ("storm", 844, 12),
+        ("storm", 1237, 12),
+    ],
 )
 def test_seeds_that_were_red(name: str, seed: int, peers: int | None) -> None:
     """What was wrong:
@@ -80,6 +86,7 @@ def test_seeds_that_were_red(name: str, seed: int, peers: int | None) -> None:
     - nat 1009: clients, all whose reducers had died, were expected to average, and later on to
       know who of them lives, and to be in step;
     - storm 641: packets that were lost long after all had healed were expected to do no harm;
+    - storm 844: whose averaging was under way when a hold was over, wanted ticks without end;
     - storm 1237: who had fetched its state on a side that was cut off, and behind, was expected
       in the other side's next epoch.
     """

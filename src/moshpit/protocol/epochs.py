@@ -146,9 +146,11 @@ class Epochs:
 
     def wakeup(self, averaging: bool) -> float | None:
         """When a `Tick` is due."""
+        if averaging:
+            return None  # what is held, and progress, are looked at when it has ended
         soonest = self.merging.held_until
         held = soonest is not None
         asks = self._latest or (self._view.me.schema and not held)  # else nobody looks at it
-        if asks and not averaging and self._due is None:
+        if asks and self._due is None:
             soonest = sooner(soonest, self._progress.wakeup)
         return soonest
