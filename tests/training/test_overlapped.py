@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import moshpit
-from moshpit.errors import ConfigError, DriftError, LocalError
+from moshpit.errors import ConfigError, LocalError
 from moshpit.identity.tickets import RunKey
 from moshpit.training.piecewise import Needs, PiecewiseStep
 

@@ -57,7 +57,7 @@ def _epoch(
         groups = _groups(plan, axis)
         met = _those(peers, world.met[epoch, axis])
         columns = [
-            group_means(one, mass, groups, _those(peers, givers), origins, met)
+            group_means(one, mass, groups, _those(peers, givers), origins, counted=met)
             for one, mass, givers in zip(held.T, masses.T, world.gave[epoch, axis], strict=True)
         ]
         held = np.stack([means for means, _ in columns], 1)

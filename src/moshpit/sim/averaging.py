@@ -77,6 +77,7 @@ def group_means(
     groups: Ints,
     alive: Bools,
     origins: Ints,
+    *,
     counted: Bools | None = None,
 ) -> tuple[Floats, Floats]:
     """Return everybody's value and mass after the living of each group have averaged.
