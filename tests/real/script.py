@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 
 import moshpit
@@ -12,8 +13,12 @@ STRATEGIES = ("local", "local-waits", "gradients", "overlapped", "diloco")
 
 
 def say(event: str, **fields: object) -> None:
-    """Tell the test something, with the time of the clock that all processes share."""
-    print(json.dumps({"event": event, "at": time.monotonic(), **fields}), flush=True)
+    """Tell the test something, with the time of the clock that all processes share.
+
+    In one write: other threads have something to say, too.
+    """
+    sys.stdout.write(json.dumps({"event": event, "at": time.monotonic(), **fields}) + "\n")
+    sys.stdout.flush()
 
 
 def strategy_of(name: str, samples: float, *, own_samples: float) -> Strategy:

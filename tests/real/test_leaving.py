@@ -254,9 +254,9 @@ import signal, time
 from moshpit.runtime import leaving
 leaving.on_signals(0.5)
 signal.set_wakeup_fd(-1)  # as event loops in the main thread do
-print("ready", flush=True)
 while True:
     try:
+        print("ready", flush=True)
         time.sleep(60)
     except BaseException:
         pass
